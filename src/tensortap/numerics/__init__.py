@@ -1,0 +1,31 @@
+"""Arithmetic: summaries of tensors, behind one interface for every backend.
+
+This package stands below recording, comparing and reporting and knows none of them. `summarize` is
+the door; `backend.pick` says who does the work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensortap.numerics.histogram import Histogram
+from tensortap.numerics.summary import Summary
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Histogram", "Summary", "summarize"]
+
+
+def summarize(tensor: torch.Tensor, histogram: bool = False) -> Summary:
+    """Summarise a tensor of any dtype, shape and device.
+
+    NaN and infinities are counted and left out of the moments. A complex tensor is taken as its
+    real and imaginary parts, interleaved, so that `count` is twice its number of elements.
+    64-bit integers are rounded to float64. The tensor, its version and the random state stay as
+    they are, and nothing enters an autograd graph.
+    """
+    from tensortap.numerics.backend import pick
+
+    row, counts = pick(tensor).summarize_row(tensor, histogram)
+    return Summary.from_row(row, counts)

@@ -1,0 +1,88 @@
+"""Who computes: the registry of numerics backends, and the choice among them.
+
+`TENSORTAP_BACKEND=native|reference` forces one, for tests and for ruling the core out when
+something looks wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tensortap.errors import OptionError
+from tensortap.numerics import native
+from tensortap.numerics.reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from tensortap.numerics.histogram import Histogram
+
+__all__ = ["BACKENDS", "Backend", "describe", "pick"]
+
+
+class Backend(Protocol):
+    """What turns a tensor into a raw summary row."""
+
+    @property
+    def name(self) -> str: ...
+
+    def summarize_row(
+        self, tensor: torch.Tensor, histogram: bool
+    ) -> tuple[Sequence[float], Histogram | None]:
+        """The row (`summary.COLUMNS`, then the first values) and, when asked, the histogram."""
+        ...
+
+
+_REFERENCE = ReferenceBackend()
+_NATIVE = native.NativeBackend()
+
+BACKENDS: dict[str, Backend] = {"reference": _REFERENCE}
+if native.core is not None:
+    BACKENDS["native"] = _NATIVE
+
+_VARIABLE = "TENSORTAP_BACKEND"
+
+
+def _forced() -> str | None:
+    name = os.environ.get(_VARIABLE)
+    if not name:
+        return None
+    if name == "native" and native.core is None:
+        raise OptionError(
+            f"{_VARIABLE} asks for the native backend, but {native.missing}. "
+            "Install a C++ compiler and reinstall tensortap, or unset the variable."
+        )
+    if name not in BACKENDS:
+        raise OptionError(
+            f"{_VARIABLE} is {name!r}, but the backends are: {', '.join(sorted(BACKENDS))}."
+        )
+    return name
+
+
+def pick(tensor: torch.Tensor) -> Backend:
+    """The backend for this tensor: the core where it can read the memory, else the reference."""
+    forced = _forced()
+    if forced is not None and forced != "native":
+        return BACKENDS[forced]
+    return _NATIVE if native.suits(tensor) else _REFERENCE
+
+
+def describe() -> dict[str, Any]:
+    """Which backend CPU tensors get and why, for `tensortap doctor`."""
+    forced = _forced()
+    if native.core is None:
+        backend, why = "reference", native.missing
+    elif forced is not None:
+        backend, why = forced, f"{_VARIABLE} is set"
+    else:
+        backend, why = "native", "the compiled core is installed"
+    core = native.core if backend == "native" else None
+    return {
+        "backend": backend,
+        "why": why,
+        "isa": core.isa() if core is not None else None,
+        "openmp": core.openmp() if core is not None else None,
+        "threads": torch.get_num_threads(),
+    }
