@@ -1,0 +1,89 @@
+"""A bounded pool of warm buffers for snapshots.
+
+A fresh `clone()` spends most of its time in page faults; a buffer that was used before does not.
+The pool is also the bound on memory: whoever wants more than the budget waits until the writer has
+put something on disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Arena", "Buffer"]
+
+_PAGE = 4096
+_HUGE = 1 << 21
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A stretch of anonymous memory that belongs to an arena."""
+
+    memory: mmap.mmap
+    address: int
+    capacity: int
+
+
+def _size_class(nbytes: int) -> int:
+    """Round up to an eighth of an octave, so that layers of about one size share buffers."""
+    if nbytes <= _PAGE:
+        return _PAGE
+    step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+class Arena:
+    """Hands out buffers, takes them back, and never owns more than `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.owned = 0
+        self._free: dict[int, list[Buffer]] = {}
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int, *, alive: Callable[[], bool]) -> Buffer | None:
+        """A buffer of at least `nbytes`, as soon as the limit allows; None once `alive` is false."""
+        size = _size_class(nbytes)
+        with self._changed:
+            while True:
+                free = self._free.get(size)
+                if free:
+                    return free.pop()
+                if self.owned + size > self.limit:
+                    self._drop_free(self.owned + size - self.limit)
+                if self.owned + size <= self.limit or self.owned == 0:
+                    self.owned += size
+                    break
+                if not alive():
+                    return None
+                self._changed.wait(0.1)
+        return _map(size)
+
+    def give(self, buffer: Buffer) -> None:
+        with self._changed:
+            self._free.setdefault(buffer.capacity, []).append(buffer)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let those who wait look again whether there is still a writer."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _drop_free(self, nbytes: int) -> None:
+        for size in sorted(self._free, reverse=True):
+            while self._free[size] and nbytes > 0:
+                self._free[size].pop()
+                self.owned -= size
+                nbytes -= size
+
+
+def _map(size: int) -> Buffer:
+    memory = mmap.mmap(-1, size)
+    if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return Buffer(memory, address, size)

@@ -1,0 +1,178 @@
+"""Findings: what is unhealthy in one recording.
+
+Errors are facts (NaN, Inf). Warnings are judgements, so every limit can be moved: large language
+models have healthy massive activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..numerics.summary import Summary
+from .pieces import pieces
+
+if TYPE_CHECKING:
+    from .reader import Layer, Record, Recording
+
+__all__ = ["Finding", "Limits", "check", "largest_change", "mean_change"]
+
+Kind = Literal["nan", "inf", "exploding", "dead", "saturated", "underflow", "jump", "incomplete"]
+_PIECE = 32 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something unhealthy, where it is, and the sentence that says it."""
+
+    layer: str
+    kind: str
+    severity: Literal["error", "warning"]
+    text: str
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Beyond these a layer is worth a warning. The first two are the documents' own."""
+
+    max_mean: float = 10.0
+    max_jump: float = 10.0
+    max_abs: float = math.inf
+    max_saturated: float = 0.01
+    max_underflow: float = 0.5
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check(recording: Recording, limits: Limits | None = None) -> list[Finding]:
+    """All findings, errors first within a layer, layers in order of execution."""
+    limits = limits or Limits()
+    findings: list[Finding] = []
+    if recording.status == "failed":
+        text = f"The recording failed: {recording.manifest.failure or 'no reason was kept'}."
+        findings.append(Finding("", "incomplete", "warning", text))
+    for layer in recording.values():
+        findings += _check_layer(layer, limits)
+    findings += _jumps(recording, limits)
+    order = {name: index for index, name in enumerate(recording.layers)}
+    return sorted(findings, key=lambda f: (order.get(f.layer, -1), f.severity))
+
+
+def _check_layer(layer: Layer, limits: Limits) -> Iterator[Finding]:
+    """One finding a kind, port and leaf: the first record that shows it, and how many do."""
+    first: dict[tuple[str, str, str], tuple[Finding, int]] = {}
+    for record in layer.records:
+        for kind, severity, what in _judge(record, record.summary, limits):
+            key = (record.port, record.leaf, kind)
+            if key in first:
+                first[key] = (first[key][0], first[key][1] + 1)
+            else:
+                text = f"The {record.where()} {what}"
+                first[key] = (Finding(layer.name, kind, severity, text), 1)
+    for finding, times in first.values():
+        more = f"; the same in {times - 1} later records" if times > 1 else ""
+        yield Finding(finding.layer, finding.kind, finding.severity, f"{finding.text}{more}.")
+
+
+def _judge(
+    record: Record, summary: Summary, limits: Limits
+) -> Iterator[tuple[Kind, Literal["error", "warning"], str]]:
+    count = summary.count
+    if summary.nan:
+        yield "nan", "error", f"has NaN in {summary.nan} of {count} values"
+    infinite = summary.posinf + summary.neginf
+    if infinite:
+        yield (
+            "inf",
+            "error",
+            f"has Inf in {infinite} of {count} values ({summary.posinf} +Inf, "
+            f"{summary.neginf} -Inf)",
+        )
+    if not record.dtype.startswith(("float", "bfloat", "complex")) or not summary.finite:
+        return
+    if abs(summary.mean) > limits.max_mean:
+        yield (
+            "exploding",
+            "warning",
+            f"has a mean of {summary.mean:.6g}, beyond ±{limits.max_mean:g} (--max-mean)",
+        )
+    if summary.absmax > limits.max_abs:
+        yield (
+            "exploding",
+            "warning",
+            f"reaches {summary.absmax:.6g}, beyond {limits.max_abs:g} (--max-abs)",
+        )
+    if summary.zeros == count:
+        yield "dead", "warning", f"is zero in all {count} values"
+    elif summary.finite == count > 1 and summary.min == summary.max:
+        yield "dead", "warning", f"is constant: all {count} values are {summary.min:.6g}"
+    if summary.saturated > limits.max_saturated * count:
+        yield (
+            "saturated",
+            "warning",
+            f"stands at the largest {record.dtype} in {_share(summary.saturated, count)} of its "
+            f"values, beyond {limits.max_saturated:.2%} (--max-saturated)",
+        )
+    if summary.subnormal > limits.max_underflow * count:
+        yield (
+            "underflow",
+            "warning",
+            f"is subnormal in {_share(summary.subnormal, count)} of its values, beyond "
+            f"{limits.max_underflow:.2%} (--max-underflow)",
+        )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.2%}"
+
+
+def _jumps(recording: Recording, limits: Limits) -> Iterator[Finding]:
+    """Adjacent blocks of equal shape that differ by more than the limit (the first record each)."""
+    blocks = [name for name in recording.manifest.structure.blocks if name in recording]
+    for before, after in pairwise(blocks):
+        a, b = recording[before].port("output"), recording[after].port("output")
+        if not (a and b and a[0].stored and b[0].stored and a[0].shape == b[0].shape):
+            continue
+        change = largest_change(a[0].tensor(), b[0].tensor())
+        if change > limits.max_jump:
+            yield Finding(
+                after,
+                "jump",
+                "warning",
+                f"The output of '{after}' differs from that of '{before}' by up to {change:.6g}, "
+                f"beyond {limits.max_jump:g} (--max-jump).",
+            )
+
+
+def largest_change(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest |b - a| where both are finite, in pieces; 0 where nothing can be compared."""
+    largest = 0.0
+    for x, y in zip(pieces(a, _PIECE), pieces(b, _PIECE), strict=True):
+        d = (_wide(y) - _wide(x)).abs()
+        d = d[torch.isfinite(d)]
+        if d.numel():
+            largest = max(largest, float(d.max()))
+    return largest
+
+
+def mean_change(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The mean |b - a| where both are finite, in float64; NaN where nothing can be compared."""
+    total, count = 0.0, 0
+    for x, y in zip(pieces(a, _PIECE), pieces(b, _PIECE), strict=True):
+        d = (_wide(y) - _wide(x)).abs()
+        d = d[torch.isfinite(d)]
+        total, count = total + float(d.sum()), count + d.numel()
+    return total / count if count else math.nan
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,382 @@
+"""Opens a recording and looks things up in it, lazily.
+
+Opening reads the segments' headers; a tensor's bytes are mapped when they are asked for. What a
+crash left behind is opened too, and said in `notes`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import DamagedError, NotARecordingError, RecordingError, SelectionError
+from ..numerics import summarize
+from ..numerics.histogram import Histogram
+from ..numerics.summary import Summary
+from .dtypes import from_bytes, torch_dtype
+from .schema import HISTOGRAM_BUCKETS, HISTOGRAM_COUNTS, MANIFEST, Manifest, Port, Status
+from .segment import RawRow, Segment, read_segment, sorted_rows, tensor_id
+from .store import Store, open_store
+
+if TYPE_CHECKING:
+    from .health import Finding, Limits
+
+__all__ = ["Layer", "Record", "Recording", "open"]
+
+_SEGMENT = re.compile(r"segment-r\d{3,}-\d{6,}\.safetensors")
+
+
+def open(path: str | os.PathLike[str], *, partial: bool = False) -> Recording:
+    """Open the recording in a folder; `partial` leaves damaged segments out and says so."""
+    store = open_store(path)
+    names = store.names()
+    if MANIFEST not in names:
+        raise NotARecordingError(_nothing_there(store, names))
+    manifest = _read_manifest(store)
+    segments: list[Segment] = []
+    damaged: list[DamagedError] = []
+    for name in names:
+        if not _SEGMENT.fullmatch(name):
+            continue
+        try:
+            segments.append(read_segment(store, name))
+        except DamagedError as error:
+            damaged.append(error)
+    merged = {name for segment in segments for name in segment.merged}
+    segments = [segment for segment in segments if segment.name not in merged]
+    if damaged and not partial:
+        raise DamagedError(_damage(damaged, segments))
+    return Recording(store, manifest, segments, [str(error) for error in damaged])
+
+
+def _read_manifest(store: Store) -> Manifest:
+    where = f"{store.url}/{MANIFEST}"
+    try:
+        data = json.loads(store.read_text(MANIFEST))
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{where} is corrupt: it is not JSON ({error}).") from None
+    except OSError as error:
+        raise RecordingError(f"Cannot read {where}: {error.strerror or error}.") from None
+    return Manifest.from_dict(data, where)
+
+
+def _nothing_there(store: Store, names: list[str]) -> str:
+    if not names:
+        return f"There is no recording at {store.url}: the folder does not exist or is empty."
+    inner = [name for name in names if MANIFEST in open_store(f"{store.url}/{name}").names()]
+    if inner:
+        return (
+            f"{store.url} holds recordings, but is none itself. Name one of them: "
+            f"{', '.join(inner[:8])}."
+        )
+    if any(name.endswith((".pt", ".npy", ".npz")) for name in names):
+        return (
+            f"{store.url} is no recording but a tree of tensor files. Turn it into one first: "
+            f"tensortap import {store.url} -o FOLDER"
+        )
+    return f"{store.url} is no recording: it has no {MANIFEST}."
+
+
+def _damage(damaged: list[DamagedError], segments: list[Segment]) -> str:
+    layers = {segment.sites[row[0]].layer for segment in segments for row in segment.rows}
+    rest = (
+        f"{len(segments)} of {len(segments) + len(damaged)} segments are whole, with "
+        f"{sum(len(s.rows) for s in segments)} records of {len(layers)} layers"
+    )
+    return f"{damaged[0]} {rest}: read them with --partial (tap.open(path, partial=True))."
+
+
+@dataclass(frozen=True)
+class Record:
+    """One tensor, or its summary, at one layer, port, leaf and moment."""
+
+    layer: str
+    alias: str | None
+    port: Port
+    leaf: str
+    epoch: int
+    batch: int
+    call: int
+    order: int
+    type: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    rank: int
+    _recording: Recording = field(repr=False, compare=False)
+    _segment: Segment = field(repr=False, compare=False)
+    _number: int = field(repr=False, compare=False)
+    _summary_row: int = field(repr=False, compare=False)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the tensor itself was kept, not its summary alone."""
+        return self._number >= 0
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * torch_dtype(self.dtype, self.layer).itemsize
+
+    @property
+    def tensor_id(self) -> str | None:
+        """The name of the stored tensor; records of equal content share one."""
+        return tensor_id(self.rank, self._number) if self.stored else None
+
+    @property
+    def summary(self) -> Summary:
+        if self._summary_row < 0:
+            return summarize(self.tensor())
+        histogram = self._recording._histogram(self._segment, self._summary_row)
+        return Summary.from_row(self._segment.summaries()[self._summary_row].tolist(), histogram)
+
+    def tensor(self) -> torch.Tensor:
+        """The recorded tensor, memory-mapped; writing to it does not reach the disk."""
+        if not self.stored:
+            raise RecordingError(
+                f"The {self.port} of layer '{self.layer}' was recorded as a summary alone "
+                "(keep='summary'); there is no tensor. Record again with keep='tensors'."
+            )
+        return self._recording._load(self)
+
+    def where(self) -> str:
+        """This record in words, for messages."""
+        leaf = f" {self.leaf}" if self.leaf else ""
+        return f"{self.port}{leaf} of '{self.layer}', batch {self.batch}, call {self.call}"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """All records of one layer, in order."""
+
+    name: str
+    alias: str | None
+    type: str
+    order: int
+    records: tuple[Record, ...] = field(repr=False)
+
+    def port(self, port: Port) -> list[Record]:
+        """The records of one port, in order."""
+        return [record for record in self.records if record.port == port]
+
+    def first(self, port: Port) -> Record:
+        """The only or first record of a port."""
+        for record in self.records:
+            if record.port == port:
+                return record
+        ports = sorted({record.port for record in self.records})
+        hint = {"input": "--inputs", "output": "outputs=True"}.get(port, "--grads")
+        raise RecordingError(
+            f"Layer '{self.name}' has no {port} in this recording, only: {', '.join(ports)}. "
+            f"Record it with {hint}."
+        )
+
+    @property
+    def output(self) -> torch.Tensor:
+        return self.first("output").tensor()
+
+    @property
+    def input(self) -> torch.Tensor:
+        return self.first("input").tensor()
+
+    @property
+    def grad_output(self) -> torch.Tensor:
+        return self.first("grad_output").tensor()
+
+    @property
+    def grad_input(self) -> torch.Tensor:
+        return self.first("grad_input").tensor()
+
+    @property
+    def summary(self) -> Summary:
+        """The summary of the first output, or of whatever was recorded first."""
+        outputs = self.port("output")
+        return (outputs[0] if outputs else self.records[0]).summary
+
+
+class Recording(Mapping[str, Layer]):
+    """A recording on disk: layers by name, in order of execution."""
+
+    def __init__(
+        self, store: Store, manifest: Manifest, segments: list[Segment], damage: list[str]
+    ) -> None:
+        self.path = store.url
+        self.manifest = manifest
+        self._store = store
+        self._segments = segments
+        self._damage = damage
+        self._holders = {name: segment for segment in segments for name in segment.tensors}
+        rows: dict[str, list[tuple[Segment, RawRow]]] = {}
+        for segment, row in sorted_rows(segments):
+            rows.setdefault(segment.sites[row[0]].layer, []).append((segment, row))
+        self._rows = rows
+        self._layers: dict[str, Layer] = {}
+        self._histogram_places: dict[str, dict[int, slice]] = {}
+
+    @property
+    def status(self) -> Status:
+        return self.manifest.status
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers, in order of execution."""
+        return list(self._rows)
+
+    @functools.cached_property
+    def aliases(self) -> dict[str, str]:
+        """Alias to layer name."""
+        return {
+            site.alias: site.layer
+            for segment in self._segments
+            for site in segment.sites
+            if site.alias is not None
+        }
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        """Every record, in order of execution."""
+        return sorted(
+            (record for layer in self.values() for record in layer.records),
+            key=lambda record: (record.rank, record.order),
+        )
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """The (epoch, batch) pairs that were recorded, in order."""
+        return sorted({(row[2], row[3]) for rows in self._rows.values() for _, row in rows})
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the recording takes on disk."""
+        return sum(self._store.size(segment.name) for segment in self._segments)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know before trusting the recording."""
+        notes = list(self._damage) + list(self.manifest.notes)
+        if self.status == "recording":
+            notes.append(
+                "The recording was not closed: it is still being written, or its process was "
+                "killed. All finished segments are here."
+            )
+        if self.status == "failed":
+            notes.append(f"The recording failed: {self.manifest.failure or 'no reason was kept'}.")
+        notes += [
+            f"Not recorded: {s.get('port')} {s.get('leaf') or ''}".rstrip()
+            + f" of '{s.get('layer')}' ({s.get('count', 1)} times): {s.get('reason')}"
+            for s in self.manifest.skipped
+        ]
+        return notes
+
+    def resolve(self, name: str) -> str:
+        """A layer's name from its name or alias; an unknown one gets its near names."""
+        if name in self._rows:
+            return name
+        if name in self.aliases:
+            return self.aliases[name]
+        known = [*self._rows, *self.aliases]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+        raise SelectionError(
+            f"There is no layer '{name}' in {self.path}. {hint}"
+            f"It has {len(self._rows)} layers: tensortap show {self.path}"
+        )
+
+    def check(self, limits: Limits | None = None) -> list[Finding]:
+        """What is unhealthy in this recording."""
+        from .health import check
+
+        return check(self, limits)
+
+    def __getitem__(self, name: str) -> Layer:
+        name = self.resolve(name)
+        layer = self._layers.get(name)
+        if layer is None:
+            layer = self._layers[name] = self._layer(name)
+        return layer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows or name in self.aliases
+
+    def __repr__(self) -> str:
+        return f"<Recording {self.path}: {len(self)} layers, {self.status}>"
+
+    def _layer(self, name: str) -> Layer:
+        records = tuple(self._record(segment, row) for segment, row in self._rows[name])
+        first = records[0]
+        return Layer(name, first.alias, first.type, first.order, records)
+
+    def _record(self, segment: Segment, row: RawRow) -> Record:
+        site_index, order, epoch, batch, call, number, summary = row
+        site = segment.sites[site_index]
+        return Record(
+            layer=site.layer,
+            alias=site.alias,
+            port=site.port,
+            leaf=site.leaf,
+            epoch=epoch,
+            batch=batch,
+            call=call,
+            order=order,
+            type=site.type,
+            shape=site.shape,
+            dtype=site.dtype,
+            device=site.device,
+            rank=segment.rank,
+            _recording=self,
+            _segment=segment,
+            _number=number,
+            _summary_row=summary,
+        )
+
+    def _load(self, record: Record) -> torch.Tensor:
+        name = tensor_id(record.rank, record._number)
+        holder = self._holders.get(name)
+        if holder is None:
+            raise DamagedError(
+                f"The tensor {name} ({record.where()}) is in none of the segments of {self.path} "
+                "that could be read."
+            )
+        where = f"{self.path}/{holder.name}"
+        dtype = torch_dtype(record.dtype, where)
+        data = holder.view(name)
+        expected = record.nbytes
+        if len(data) != expected:
+            raise DamagedError(
+                f"{where} is corrupt: {record.where()} should have {expected} bytes for "
+                f"{record.dtype} {list(record.shape)}, {name} has {len(data)}."
+            )
+        return from_bytes(data, dtype, record.shape)
+
+    def _histogram(self, segment: Segment, row: int) -> Histogram | None:
+        places = self._histogram_places.get(segment.name)
+        if places is None:
+            places, at = {}, 0
+            for owner, length in segment.histograms:
+                places[owner] = slice(at, at + length)
+                at += length
+            self._histogram_places[segment.name] = places
+        if row not in places:
+            return None
+        buckets = segment.array(HISTOGRAM_BUCKETS, "<u2")[places[row]]
+        counts = segment.array(HISTOGRAM_COUNTS, "<i8")[places[row]]
+        return Histogram.from_sparse(buckets, counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"path": self.path, "manifest": self.manifest.to_dict(), "layers": self.layers}

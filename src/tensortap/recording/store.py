@@ -1,0 +1,170 @@
+"""Where a recording lies: a local folder, or any folder that fsspec can reach.
+
+The rest of the format knows only five things about a place: its names, its small texts, how to take
+a finished file in under its final name, how to look at a stretch of bytes, and how to remove a file.
+A local file is memory-mapped (private, so that a user's in-place operation never reaches the disk);
+a remote one is read by ranges.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import DamagedError, RecordingError
+
+__all__ = ["LocalStore", "RemoteStore", "Store", "open_store"]
+
+_URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+class Store(Protocol):
+    """A folder that holds the files of one recording."""
+
+    url: str
+
+    def names(self) -> list[str]: ...
+    def read_text(self, name: str) -> str: ...
+    def write_text(self, name: str, text: str) -> None: ...
+    def size(self, name: str) -> int: ...
+    def view(self, name: str, start: int, stop: int) -> memoryview: ...
+    def scratch(self, name: str) -> Path: ...
+    def commit(self, scratch: Path, name: str) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def make(self) -> None: ...
+
+
+def open_store(path: str | os.PathLike[str]) -> Store:
+    """The store behind what the user typed: a path, or a URL such as `s3://bucket/runs/fp32`."""
+    text = os.fspath(path)
+    if _URL.match(text) and not text.startswith("file://"):
+        return RemoteStore(text)
+    return LocalStore(Path(text.removeprefix("file://")))
+
+
+class LocalStore:
+    """A folder on this machine."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def make(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordingError(
+                f"Cannot create the folder {self.root}: {error.strerror}. Choose another place."
+            ) from None
+
+    def names(self) -> list[str]:
+        return sorted(p.name for p in self.root.iterdir()) if self.root.is_dir() else []
+
+    def read_text(self, name: str) -> str:
+        return self._inside(name).read_text(encoding="utf-8")
+
+    def write_text(self, name: str, text: str) -> None:
+        scratch = self.scratch(name)
+        with scratch.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self.commit(scratch, name)
+
+    def size(self, name: str) -> int:
+        return self._inside(name).stat().st_size
+
+    def view(self, name: str, start: int, stop: int) -> memoryview:
+        if start >= stop:
+            return memoryview(b"")
+        mapped = self._maps.get(name)
+        if mapped is None:
+            with self._inside(name).open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[name] = mapped
+        return memoryview(mapped)[start:stop]
+
+    def scratch(self, name: str) -> Path:
+        return self.root / f".{name}.{os.getpid()}.tmp"
+
+    def commit(self, scratch: Path, name: str) -> None:
+        self._maps.pop(name, None)
+        scratch.replace(self.root / name)
+
+    def remove(self, name: str) -> None:
+        self._maps.pop(name, None)
+        (self.root / name).unlink(missing_ok=True)
+
+    def _inside(self, name: str) -> Path:
+        path = self.root / name
+        if not path.resolve().is_relative_to(self.root.resolve()):
+            raise DamagedError(
+                f"{path} leads out of its folder, to {path.resolve()}. A recording holds its own "
+                "files; copy the real file into the folder to read it."
+            )
+        return path
+
+
+class RemoteStore:
+    """A folder behind an fsspec URL; files are made locally and sent when they are whole."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            fs, root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise RecordingError(f"Cannot reach {url}: {error}") from None
+        self._fs: Any = fs
+        self._root: str = root.rstrip("/")
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def make(self) -> None:
+        self._fs.makedirs(self._root, exist_ok=True)
+
+    def names(self) -> list[str]:
+        if not self._fs.isdir(self._root):
+            return []
+        self._fs.invalidate_cache()
+        return sorted(str(p).rsplit("/", 1)[-1] for p in self._fs.ls(self._root, detail=False))
+
+    def read_text(self, name: str) -> str:
+        return bytes(self._fs.cat_file(self._at(name))).decode("utf-8")
+
+    def write_text(self, name: str, text: str) -> None:
+        self._fs.pipe_file(self._at(name), text.encode("utf-8"))
+
+    def size(self, name: str) -> int:
+        return int(self._fs.size(self._at(name)))
+
+    def view(self, name: str, start: int, stop: int) -> memoryview:
+        if start >= stop:
+            return memoryview(b"")
+        return memoryview(bytearray(self._fs.cat_file(self._at(name), start=start, end=stop)))
+
+    def scratch(self, name: str) -> Path:
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="tensortap-")
+        return Path(self._scratch.name) / name
+
+    def commit(self, scratch: Path, name: str) -> None:
+        self._fs.put_file(str(scratch), self._at(name))
+        scratch.unlink()
+
+    def remove(self, name: str) -> None:
+        if self._fs.exists(self._at(name)):
+            self._fs.rm_file(self._at(name))
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def __del__(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch.name, ignore_errors=True)

@@ -1,0 +1,252 @@
+"""Writes a recording while the model runs on.
+
+The caller's side takes a snapshot into a buffer and returns; a thread (`spool`) does the rest: the
+summary, the bytes, the segments. What a caller can wait for is room in the arena, which is the
+back-pressure, and `flush`. A writer that fails keeps the reason in `failure` and from then on takes
+nothing more; the model never notices.
+
+The same content is stored once. It is known by a 128-bit digest of its bytes, taken together with
+the snapshot: that holds where object identity and version counters do not (inference tensors,
+writes through `.data` or numpy, memory that the allocator used again).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import RecordingError, RecordingExistsError
+from ..numerics import memory
+from ..numerics.summary import WIDTH
+from .arena import Arena
+from .dtypes import dtype_name, from_bytes
+from .merge import merge_small
+from .pieces import address_of
+from .rows import fill_row
+from .schema import MANIFEST, Manifest, Row, Site, Status
+from .spool import REMEMBERED, Blob, Flush, Line, Moment, Slab, Spool
+from .store import Store, open_store
+
+__all__ = ["Writer", "now", "prepare"]
+
+_SLAB_ROWS = 1024
+
+
+def now() -> str:
+    """The time as manifests write it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def prepare(store: Store, *, overwrite: bool) -> None:
+    """Make the folder ready, and refuse to write over somebody's recording unasked."""
+    store.make()
+    old = [name for name in store.names() if name == MANIFEST or _is_segment(name)]
+    if old and not overwrite:
+        raise RecordingExistsError(
+            f"{store.url} already holds a recording. Choose another folder, or replace it with "
+            "--overwrite (overwrite=True in Python)."
+        )
+    for name in sorted(old, key=lambda n: n != MANIFEST):
+        store.remove(name)
+
+
+def _is_segment(name: str) -> bool:
+    return name.lstrip(".").startswith("segment-r") and ".safetensors" in name
+
+
+class Writer:
+    """Takes records in order of execution and turns them into a recording on disk."""
+
+    def __init__(
+        self,
+        path: str,
+        manifest: Manifest,
+        *,
+        budget: int = 1 << 30,
+        overwrite: bool = False,
+        histograms: bool = False,
+        seal_after: float = 1.0,
+        rank: int = 0,
+    ) -> None:
+        self.manifest = manifest
+        self.rank = rank
+        self.store: Store = open_store(path)
+        self.histograms = histograms
+        self._arena = Arena(max(1 << 20, budget // 2))
+        self._sites: list[Site] = []
+        self._site_index: dict[Site, int] = {}
+        self._known: OrderedDict[tuple[bytes, int, str], int] = OrderedDict()
+        self._next_number = 0
+        self._lock = threading.Lock()
+        self._slab = _new_slab()
+        self._closed = False
+        try:
+            if rank == 0:
+                prepare(self.store, overwrite=overwrite)
+                self._write_manifest()
+            else:
+                self.store.make()
+        except OSError as error:
+            raise RecordingError(
+                f"Cannot write a recording to {self.store.url}: {error.strerror or error}. "
+                "Choose a folder that can be written."
+            ) from None
+        self._spool = Spool(
+            self.store,
+            self._arena,
+            self._sites,
+            rank=rank,
+            seal_size=max(1, budget // 4),
+            seal_after=seal_after,
+            histograms=histograms,
+            pending=self._swap_slab,
+        )
+        atexit.register(self._at_exit)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more is written, or None while all is well."""
+        return self._spool.failure
+
+    def site(self, site: Site) -> int:
+        """The number under which rows refer to a site."""
+        with self._lock:
+            index = self._site_index.get(site)
+            if index is None:
+                index = self._site_index[site] = len(self._sites)
+                self._sites.append(site)
+            return index
+
+    def add(self, row: Row, tensor: torch.Tensor) -> None:
+        """Record one tensor; its values are taken before this returns."""
+        shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+        site = Site(row.layer, row.port, row.leaf, row.alias, row.type, shape, dtype, row.device)
+        moment = (row.order, row.epoch, row.batch, row.call)
+        self.line(self.site(site), moment, self.take(tensor))
+
+    def line(self, site: int, moment: Moment, number: int) -> None:
+        """Say where and when a tensor that was taken stands; -1 is one that could not be taken."""
+        if number >= 0:
+            self._spool.put(Line(site, moment, number))
+
+    def take(self, tensor: torch.Tensor) -> int:
+        """Take a CPU tensor's values now; the number they are stored under, or -1 after a failure."""
+        if not self._spool.alive or self._closed:
+            return -1
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes > self._arena.limit // 2:
+            return self._take_direct(tensor)
+        buffer = self._arena.take(nbytes, alive=lambda: self._spool.alive)
+        if buffer is None:
+            return -1
+        address = address_of(tensor)
+        if address:
+            digest = memory.copy_digest(buffer.address, address, nbytes)
+        else:
+            copy = from_bytes(memoryview(buffer.memory)[:nbytes], dtype, shape)
+            with torch.no_grad():
+                copy.copy_(tensor)
+            digest = memory.digest(buffer.address, nbytes)
+        key = (digest, nbytes, dtype_name(dtype))
+        with self._lock:
+            number = self._known.get(key, -1)
+            if number >= 0:
+                self._arena.give(buffer)
+                return number
+            number = self._known[key] = self._number()
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+            self._spool.put(Blob(number, dtype, shape, buffer))
+        return number
+
+    def _take_direct(self, tensor: torch.Tensor) -> int:
+        """A tensor too large for a snapshot: it is written from where it lies, while we wait."""
+        done = threading.Event()
+        with self._lock:
+            number = self._number()
+            shape = tuple(tensor.shape)
+            self._spool.put(Blob(number, tensor.dtype, shape, None, tensor.detach(), done))
+        while not done.wait(0.2):
+            if not self._spool.alive:
+                return -1
+        return number if self._spool.alive else -1
+
+    def _number(self) -> int:
+        number = self._next_number
+        self._next_number += 1
+        return number
+
+    def summarize(self, site: int, moment: Moment, tensor: torch.Tensor) -> None:
+        """Keep a tensor's summary alone; the tensor is read before this returns."""
+        if not self._spool.alive or self._closed:
+            return
+        with self._lock:
+            slab = self._slab
+            index = len(slab.rows)
+            histogram = fill_row(slab.table[index], tensor, self.histograms)
+            slab.rows.append((site, moment))
+            if histogram is not None:
+                slab.histograms.append((index, histogram))
+            if index + 1 == _SLAB_ROWS:
+                self._spool.put(slab)
+                self._slab = _new_slab()
+
+    def _swap_slab(self) -> Slab | None:
+        with self._lock:
+            if not self._slab.rows:
+                return None
+            slab, self._slab = self._slab, _new_slab()
+            return slab
+
+    def flush(self, *, sync: bool = False) -> None:
+        """Return when everything taken so far stands in sealed segments."""
+        done = threading.Event()
+        self._spool.put(Flush(done, sync))
+        while self._spool.alive and not done.wait(0.2):
+            pass
+
+    def close(self, status: Status = "complete", **updates: Any) -> None:
+        """Write what is left, merge small segments, and say in the manifest how it ended."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        self._spool.close()
+        failure = self.failure
+        if failure is None:
+            try:
+                merge_small(self.store, self._spool.names)
+            except OSError as error:
+                updates.setdefault("notes", []).append(
+                    f"Small segments were left unmerged: {error.strerror or error}."
+                )
+        else:
+            status, updates["failure"] = "failed", failure
+        self.manifest = replace(self.manifest, status=status, closed=now(), **updates)
+        if self.rank == 0:
+            try:
+                self._write_manifest()
+            except OSError as error:
+                self._spool.failure = failure or f"the manifest: {error.strerror or error}"
+
+    def _write_manifest(self) -> None:
+        text = json.dumps(self.manifest.to_dict(), indent=2, ensure_ascii=False)
+        self.store.write_text(MANIFEST, text + "\n")
+
+    def _at_exit(self) -> None:
+        """The interpreter ends with the recording open: keep what was taken."""
+        self._closed = True
+        self._spool.close()
+
+
+def _new_slab() -> Slab:
+    return Slab(np.full((_SLAB_ROWS, WIDTH), np.nan))
