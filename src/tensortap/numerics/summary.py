@@ -68,11 +68,11 @@ class Summary:
         """The summary in a raw row: `COLUMNS`, then `FIRST` first values padded with NaN."""
         if len(row) != WIDTH:
             raise OptionError(f"A summary row has {WIDTH} numbers, but got {len(row)}.")
-        numbers = [float(value) for value in row]
-        counts = [int(value) for value in numbers[:_COUNTS]]
-        moments = numbers[_COUNTS : len(COLUMNS)]
-        first = tuple(numbers[len(COLUMNS) :][: min(FIRST, counts[0])])
-        return cls(*counts, *moments, first=first, histogram=histogram)
+        values: dict[str, Any] = dict(zip(COLUMNS, map(float, row), strict=False))
+        for name in COLUMNS[:_COUNTS]:
+            values[name] = int(values[name])
+        first = row[len(COLUMNS) : len(COLUMNS) + min(FIRST, values["count"])]
+        return cls(**values, first=tuple(map(float, first)), histogram=histogram)
 
     def to_row(self) -> list[float]:
         """The raw row of this summary; the histogram is not in it."""
