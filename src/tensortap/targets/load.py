@@ -1,0 +1,201 @@
+"""Loading a target by its name on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from ..errors import OptionError, TapError, TargetError
+from .options import arguments, given
+from .target import Target, describe
+
+__all__ = ["load_target"]
+
+_FORMS = "file.py:function, package.module:function or hf:DIR"
+
+
+def load_target(
+    spec: str,
+    options: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    *,
+    prompts: Sequence[str] = (),
+    input_ids: str | os.PathLike[str] | None = None,
+) -> Target:
+    """Turn `file.py:function`, `package.module:function` or `hf:DIR` into a Target.
+
+    The function gets the options by name and returns a Target or `(model, inputs)`. Its file's
+    folder (for a package, the working directory) can be imported from until it returns.
+    """
+    values = given(options or {}, sets)
+    if spec.startswith("hf:"):
+        from .hf import load_checkpoint
+
+        return load_checkpoint(spec, values, prompts=prompts, input_ids=input_ids)
+    if prompts or input_ids is not None:
+        option = "--prompt" if prompts else "--input-ids"
+        raise OptionError(
+            f"{option} is for hf:DIR targets; the function of {spec!r} makes its own inputs. "
+            "Hand values to it with --set key=value."
+        )
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise TargetError(f"{spec!r} is no target. Expected {_FORMS}.")
+    is_file = place.endswith(".py") or "/" in place or os.sep in place
+    folder = Path(place).resolve().parent if is_file else Path.cwd()
+    with _importable(folder):
+        module = _import_file(place) if is_file else _import_module(place)
+        function = _function(module, name, place)
+        keywords = arguments(function, values, f"The target {spec!r}")
+        result = _call(function, keywords, spec, module)
+    return _to_target(result, spec, values)
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder)
+    added = entry not in sys.path
+    if added:
+        sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        if added:
+            with contextlib.suppress(ValueError):  # the target may have taken it out itself
+                sys.path.remove(entry)
+
+
+def _import_file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        near = [
+            str(other)
+            for other in sorted(path.parent.glob("*.py"))
+            if difflib.SequenceMatcher(None, other.name, path.name).ratio() > 0.6
+        ]
+        hint = f" Did you mean {' or '.join(repr(name) for name in near[:3])}?" if near else ""
+        what = "is not a file" if path.exists() else "does not exist"
+        raise TargetError(f"The target's file {place!r} {what}.{hint}")
+    # A name of its own, so that a target called `json.py` hides nothing.
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    name = f"_tensortap_target_{digest}"
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(
+            f"The target's file {place!r} is not a Python file (its name must end in .py)."
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+        del sys.modules[name]
+        if isinstance(error, TapError):
+            raise
+        raise TargetError(
+            f"The target's file {place!r} cannot be imported: {_told(error)}"
+        ) from error
+    return module
+
+
+def _import_module(place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except TapError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+            raise TargetError(
+                f"There is no module {error.name!r} for the target {place!r}, neither installed "
+                f"nor in the working directory. For a file, write {place.replace('.', '/')}.py:…"
+            ) from error
+        raise TargetError(
+            f"The target's module {place!r} cannot be imported: {_told(error)}"
+        ) from error
+    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+        raise TargetError(
+            f"The target's module {place!r} cannot be imported: {_told(error)}"
+        ) from error
+
+
+def _function(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [n for n in vars(module) if not n.startswith("_")]
+            own = [
+                n for n in names if getattr(vars(module)[n], "__module__", None) == module.__name__
+            ]
+            near = difflib.get_close_matches(name, names, n=3) or own[:5]
+            hint = f" Near: {', '.join(repr(n) for n in near)}." if near else ""
+            raise TargetError(f"{place!r} has no function {name!r}.{hint}")
+        found = getattr(found, part)
+    if isinstance(found, nn.Module | Target) or not callable(found):
+        raise TargetError(
+            f"{name!r} in {place!r} is {describe(found)}, not a function. Write a function that "
+            "returns (model, inputs)."
+        )
+    function: Callable[..., Any] = found
+    return function
+
+
+def _call(
+    function: Callable[..., Any], keywords: Mapping[str, Any], spec: str, module: ModuleType
+) -> object:
+    try:
+        return function(**keywords)
+    except TapError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a user's function does
+        raise TargetError(
+            f"The target {spec!r} failed: {_told(error, getattr(module, '__file__', None))}"
+        ) from error
+
+
+def _told(error: BaseException, file: str | None = None) -> str:
+    """An exception in one line: its type, its message, and where; in the user's file if we can."""
+    message = " ".join(str(error).split()) or "no message"
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen") and frame.filename != __file__
+    ]
+    inside = [frame for frame in frames if file is not None and frame.filename == file]
+    places = (inside or frames)[-1:]
+    where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in places)
+    return f"{type(error).__name__}: {message}{where}"
+
+
+def _to_target(result: object, spec: str, values: Mapping[str, Any]) -> Target:
+    if isinstance(result, Target):
+        target = result
+    elif isinstance(result, tuple) and len(result) == 2:
+        try:
+            target = Target(*result)
+        except TargetError as error:
+            raise TargetError(f"The target {spec!r} returned rubbish. {error}") from error
+    else:
+        raise TargetError(
+            f"The target {spec!r} returned {describe(result)}, expected a tensortap.Target or "
+            "(model, inputs)."
+        )
+    mode = values.get("mode")
+    if target.mode is None and mode is not None:
+        target = replace(target, mode=str(mode))
+    return target if target.name else replace(target, name=spec)
