@@ -7,6 +7,7 @@ models have healthy massive activations.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Limits", "check", "largest_change", "mean_change"]
 
 Kind = Literal["nan", "inf", "exploding", "dead", "saturated", "underflow", "jump", "incomplete"]
-_PIECE = 32 << 20
+_PIECE = 4 << 20  # elements
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,14 @@ class Limits:
         return asdict(self)
 
 
-def check(recording: Recording, limits: Limits | None = None) -> list[Finding]:
+def check(
+    recording: Recording | str | os.PathLike[str], limits: Limits | None = None
+) -> list[Finding]:
     """All findings, errors first within a layer, layers in order of execution."""
+    if isinstance(recording, str | os.PathLike):
+        from .reader import open
+
+        recording = open(recording)
     limits = limits or Limits()
     findings: list[Finding] = []
     if recording.status == "failed":
@@ -111,9 +118,10 @@ def _judge(
             "warning",
             f"reaches {summary.absmax:.6g}, beyond {limits.max_abs:g} (--max-abs)",
         )
+    is_grad = record.port.startswith("grad")  # that of a sum is constant, and fine
     if summary.zeros == count:
         yield "dead", "warning", f"is zero in all {count} values"
-    elif summary.finite == count > 1 and summary.min == summary.max:
+    elif summary.finite == count > 1 and summary.min == summary.max and not is_grad:
         yield "dead", "warning", f"is constant: all {count} values are {summary.min:.6g}"
     if summary.saturated > limits.max_saturated * count:
         yield (
@@ -156,7 +164,7 @@ def _jumps(recording: Recording, limits: Limits) -> Iterator[Finding]:
 def largest_change(a: torch.Tensor, b: torch.Tensor) -> float:
     """The largest |b - a| where both are finite, in pieces; 0 where nothing can be compared."""
     largest = 0.0
-    for x, y in zip(pieces(a, _PIECE), pieces(b, _PIECE), strict=True):
+    for x, y in _pairs(a, b):
         d = (_wide(y) - _wide(x)).abs()
         d = d[torch.isfinite(d)]
         if d.numel():
@@ -167,11 +175,17 @@ def largest_change(a: torch.Tensor, b: torch.Tensor) -> float:
 def mean_change(a: torch.Tensor, b: torch.Tensor) -> float:
     """The mean |b - a| where both are finite, in float64; NaN where nothing can be compared."""
     total, count = 0.0, 0
-    for x, y in zip(pieces(a, _PIECE), pieces(b, _PIECE), strict=True):
+    for x, y in _pairs(a, b):
         d = (_wide(y) - _wide(x)).abs()
         d = d[torch.isfinite(d)]
         total, count = total + float(d.sum()), count + d.numel()
     return total / count if count else math.nan
+
+
+def _pairs(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    left = pieces(a, _PIECE * a.element_size())
+    right = pieces(b, _PIECE * b.element_size())
+    return zip(left, right, strict=True)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,12 @@ import torch
 
 from ..errors import RecordingError, RecordingExistsError
 from ..numerics import memory
+from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH
 from .arena import Arena
 from .dtypes import dtype_name, from_bytes
 from .merge import merge_small
 from .pieces import address_of
-from .rows import fill_row
 from .schema import MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Blob, Flush, Line, Moment, Slab, Spool
 from .store import Store, open_store
@@ -185,14 +185,20 @@ class Writer:
         self._next_number += 1
         return number
 
-    def summarize(self, site: int, moment: Moment, tensor: torch.Tensor) -> None:
-        """Keep a tensor's summary alone; the tensor is read before this returns."""
+    def summary_line(
+        self,
+        site: int,
+        moment: Moment,
+        row: np.ndarray[Any, Any],
+        histogram: Histogram | None = None,
+    ) -> None:
+        """Keep a raw summary row without its tensor."""
         if not self._spool.alive or self._closed:
             return
         with self._lock:
             slab = self._slab
             index = len(slab.rows)
-            histogram = fill_row(slab.table[index], tensor, self.histograms)
+            slab.table[index] = row
             slab.rows.append((site, moment))
             if histogram is not None:
                 slab.histograms.append((index, histogram))

@@ -1,0 +1,100 @@
+"""What every tap is: something that listens inside one kind of runtime.
+
+A tap is chosen by what the model is. Built-in taps and those of other packages (entry point group
+`tensortap.taps`) go through the same registry; the first that accepts a model gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from ..errors import OptionError
+from ..recording.schema import Port, Structure
+from .sink import Sink, Slot
+
+__all__ = ["Ports", "Tap", "TapFactory", "find_tap", "register"]
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Which ports are listened to."""
+
+    inputs: bool = False
+    outputs: bool = True
+    grads: bool = False
+
+    def names(self) -> list[Port]:
+        wanted: list[tuple[bool, Port]] = [
+            (self.inputs, "input"),
+            (self.outputs, "output"),
+            (self.grads and self.inputs, "grad_input"),
+            (self.grads, "grad_output"),
+        ]
+        return [name for on, name in wanted if on]
+
+
+class Tap(Protocol):
+    """Listens inside one model, from `attach` to `detach`."""
+
+    slots: Sequence[Slot]
+    notes: list[str]
+    structure: Structure
+
+    def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
+        """Begin to listen. What goes wrong inside a hook is told, never raised into the model."""
+        ...
+
+    def detach(self) -> None:
+        """Leave no trace."""
+        ...
+
+    def drain(self) -> None:
+        """Hand over what a compiled graph has left behind."""
+        ...
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
+        """Run the model; with `early_stop` no further than the last selected layer."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The target for the manifest: class, parameters, dtypes, config."""
+        ...
+
+
+class TapFactory(Protocol):
+    """Makes a tap for the models that it accepts."""
+
+    name: str
+
+    def accepts(self, model: object) -> bool: ...
+
+    def __call__(self, model: Any, layers: Any, ports: Ports, *, default: bool) -> Tap: ...
+
+
+_FACTORIES: list[TapFactory] = []
+
+
+def register(factory: TapFactory) -> None:
+    """Add a tap; the newest is asked first."""
+    _FACTORIES.insert(0, factory)
+
+
+def find_tap(model: object) -> TapFactory:
+    """The tap for this model, or a sentence that says which kinds there are."""
+    from . import eager
+
+    known = [*_FACTORIES, *_installed(), eager.FACTORY]
+    for factory in known:
+        if factory.accepts(model):
+            return factory
+    raise OptionError(
+        f"Cannot record a {type(model).__module__}.{type(model).__qualname__}: expected a "
+        f"torch.nn.Module. The taps that are here: {', '.join(f.name for f in known)}."
+    )
+
+
+def _installed() -> list[TapFactory]:
+    return [point.load() for point in entry_points(group="tensortap.taps")]

@@ -1,0 +1,132 @@
+"""What the manifest says of a model, its inputs and the machine: what one looks at first when two
+runs differ."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recording.dtypes import dtype_name
+from .leaves import flatten
+
+__all__ = ["InputLog", "describe_environment", "describe_module", "device_of"]
+
+_MOST_IDS = 1 << 16
+_MOST_BATCHES = 64
+
+
+def describe_module(model: nn.Module) -> dict[str, Any]:
+    """Class, parameters, dtypes and config of a model."""
+    model = model._modules.get("_orig_mod") or model
+    dtypes: Counter[str] = Counter()
+    for parameter in model.parameters():
+        dtypes[dtype_name(parameter.dtype)] += parameter.numel()
+    described: dict[str, Any] = {
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": sum(dtypes.values()),
+        "dtypes": dict(dtypes),
+        "training": model.training,
+        "compiled": any("_orig_mod" in m._modules for m in model.modules()),
+    }
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    if callable(to_dict):
+        described["config"] = jsonable(to_dict())
+    elif isinstance(config, Mapping):
+        described["config"] = jsonable(config)
+    return described
+
+
+def jsonable(value: Any) -> Any:
+    """The same with what JSON cannot hold turned into text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [jsonable(item) for item in value]
+    return str(value)
+
+
+def device_of(model: nn.Module) -> str:
+    """The device of the first parameter or buffer."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return str(tensor.device)
+    return "cpu"
+
+
+def describe_environment() -> dict[str, Any]:
+    """The settings that change numbers."""
+    cuda = torch.cuda.is_available()
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "python": sys.version.split()[0],
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "flush_denormal": None,
+        "cuda": torch.version.cuda if cuda else None,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "rank": int(os.environ.get("RANK", "0")),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+    }
+
+
+class InputLog:
+    """Remembers what went into the model: a digest a batch, and the token ids of the first."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self.input_ids: Any = None
+        self._last: tuple[int, int] | None = None
+
+    def see(
+        self, moment: tuple[int, int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """The first call of the whole model in a step; later ones (generation) are its own doing."""
+        if moment == self._last or len(self.digests) >= _MOST_BATCHES:
+            return
+        self._last = moment
+        leaves = [
+            pair
+            for key, item in (*enumerate(args), *sorted(kwargs.items()))
+            for pair in flatten(item, f"[{key!r}]")
+        ]
+        digest = hashlib.blake2b(digest_size=16)
+        for leaf, tensor in leaves:
+            if tensor is not None and not tensor.is_meta:
+                digest.update(f"{leaf} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}".encode())
+                digest.update(_bytes(tensor))
+                self._keep_ids(leaf, tensor)
+        self.digests.append(digest.hexdigest())
+
+    def _keep_ids(self, leaf: str, tensor: torch.Tensor) -> None:
+        wanted = leaf in ("['input_ids']", "[0]") and tensor.dtype in (torch.int64, torch.int32)
+        if self.input_ids is None and wanted and tensor.numel() <= _MOST_IDS and tensor.dim() <= 2:
+            self.input_ids = tensor.tolist()
+
+    def to_dict(self) -> dict[str, Any]:
+        whole = hashlib.blake2b("".join(self.digests).encode(), digest_size=16).hexdigest()
+        return {
+            "digest": whole if self.digests else None,
+            "batches": self.digests,
+            "input_ids": self.input_ids,
+        }
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    plain = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if plain.numel() == 0:
+        return b""
+    return memoryview(plain.view(torch.uint8).numpy())

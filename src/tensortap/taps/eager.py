@@ -1,0 +1,324 @@
+"""The tap for eager modules: forward hooks for inputs and outputs, tensor hooks for gradients.
+
+What makes this harder than three lines of hooks:
+- Values are taken inside the hook, so nothing that happens later can change them.
+- We record what the next module receives: our hook is kept behind everybody else's.
+- A forward pass that runs inside backward is activation checkpointing at work, and no new call.
+- Gradients come from tensor hooks: module backward hooks raise on in-place activations.
+- Under `torch.compile` the hook is traced into the graph and only clones; `drain` does the rest.
+- Whatever goes wrong in here is our trouble and never the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..recording.schema import Port, Structure
+from ..selection import Selection, select, sites, structure
+from . import compiled
+from .base import Ports
+from .describe import describe_module
+from .leaves import flatten, flatten_call
+from .sink import Call, Held, Sink, Slot
+
+__all__ = ["FACTORY", "EagerTap", "StopForward"]
+
+
+class StopForward(BaseException):
+    """Raised by us to end a forward pass early; no `except Exception` of a model holds it up."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """A selected module with what is in flight inside it."""
+
+    slot: Slot
+    module: nn.Module
+    pending: list[tuple[Call, list[Held]]] = field(default_factory=list)
+    awaiting_grads: list[Call] = field(default_factory=list)
+    output_hook: RemovableHandle | None = None
+    input_hook: RemovableHandle | None = None
+
+
+class EagerTap:
+    """Listens to the selected modules of an `nn.Module`."""
+
+    def __init__(self, model: nn.Module, layers: Any, ports: Ports, *, default: bool) -> None:
+        self.model = model
+        self.ports = ports
+        self.selection: Selection = select(model, layers, default_fallback=default)
+        self.notes: list[str] = list(self.selection.notes)
+        self.structure: Structure = structure(model)
+        self._places = [
+            _Place(Slot(index, site.name, site.type), site.module)
+            for index, site in enumerate(self.selection.layers)
+        ]
+        self.slots: Sequence[Slot] = [place.slot for place in self._places]
+        self._by_module = {id(site.module): site for site in sites(model)}
+        self._sink: Sink | None = None
+        self._on_failure: Callable[[Exception], None] = _raise
+        self._handles: list[RemovableHandle] = []
+        self._grad_handles: list[RemovableHandle] = []
+        self._compiled: list[compiled.Entry] = []
+        self._unfinished: set[int] | None = None
+        self._root_listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
+
+    # Attaching and detaching.
+
+    def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
+        self._sink, self._on_failure = sink, on_failure
+        self._handles.append(
+            self.model.register_forward_pre_hook(self._root_hook(), with_kwargs=True)
+        )
+        for place in self._places:
+            if self.ports.inputs or self.ports.grads:
+                place.input_hook = place.module.register_forward_pre_hook(
+                    self._input_hook(place), with_kwargs=True
+                )
+                self._handles.append(place.input_hook)
+            place.output_hook = place.module.register_forward_hook(self._output_hook(place))
+            self._handles.append(place.output_hook)
+        if compiled.contains_compiled(self.model):
+            self.notes.append(compiled.prepare(self.ports.grads))
+
+    def detach(self) -> None:
+        self.drain()
+        for place in self._places:
+            self._finish_interrupted(place)
+        for handle in (*self._handles, *self._grad_handles):
+            handle.remove()
+        if self._handles and compiled.contains_compiled(self.model):
+            compiled.forget()
+        self._handles.clear()
+        self._grad_handles.clear()
+        self._sink = None
+
+    def on_root_call(
+        self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+    ) -> None:
+        """Hear the arguments of every call of the whole model, for the inputs' digest."""
+        self._root_listeners.append(listener)
+
+    def describe(self) -> dict[str, Any]:
+        return describe_module(self.model)
+
+    # Running.
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
+        if not (early_stop and self._may_stop()):
+            output = self.model(*args, **kwargs)
+            self.drain()
+            return output
+        self._unfinished = {place.slot.index for place in self._places}
+        try:
+            return self.model(*args, **kwargs)
+        except StopForward:
+            return None
+        finally:
+            self._unfinished = None
+
+    def _may_stop(self) -> bool:
+        """Whether a forward pass may be left early without harm or loss."""
+        shared = any(
+            len(self._by_module[id(place.module)].names) > 1
+            for place in self._places
+            if id(place.module) in self._by_module
+        )
+        offloaded = any(hasattr(module, "_hf_hook") for module in self.model.modules())
+        return not (
+            self.ports.grads or shared or offloaded or compiled.contains_compiled(self.model)
+        )
+
+    def _stop_if_done(self, place: _Place) -> None:
+        if self._unfinished is None:
+            return
+        self._unfinished.discard(place.slot.index)
+        if not self._unfinished:
+            raise StopForward
+
+    # The hooks.
+
+    def _root_hook(self) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling() or _recomputing():
+                return
+            try:
+                self.drain()
+                self._stay_last()
+                for listener in self._root_listeners:
+                    listener(args, kwargs)
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+
+        return hook
+
+    def _input_hook(self, place: _Place) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                if self.ports.inputs:
+                    compiled.stash(self._compiled, place.slot.index, "input", (args, kwargs))
+                return
+            sink = self._sink
+            if sink is None or _recomputing():
+                return
+            try:
+                with torch._C.DisableTorchFunction():
+                    self._enter(place, sink, flatten_call(module, args, kwargs))
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+
+        return hook
+
+    def _output_hook(self, place: _Place) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if torch.compiler.is_compiling():
+                compiled.stash(
+                    self._compiled, place.slot.index, "output", output if self.ports.outputs else ()
+                )
+                return
+            sink = self._sink
+            if sink is None:
+                return
+            try:
+                with torch._C.DisableTorchFunction():
+                    if _recomputing():
+                        self._recomputed(place, output)
+                    else:
+                        self._leave(place, sink, output)
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+            self._stop_if_done(place)
+
+        return hook
+
+    def _enter(
+        self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]
+    ) -> None:
+        if self._compiled:
+            self.drain()
+        call = sink.begin(place.slot)
+        held = sink.hold(place.slot, "input", leaves) if self.ports.inputs else []
+        place.pending.append((call, held))
+        if self.ports.grads and self.ports.inputs:
+            self._listen_to_grads(call, "grad_input", leaves)
+
+    def _leave(self, place: _Place, sink: Sink, output: Any) -> None:
+        if self._compiled:
+            self.drain()
+        if place.pending:
+            call, held = place.pending.pop()
+        else:
+            call, held = sink.begin(place.slot), []
+        leaves = flatten(output)
+        if self.ports.outputs:
+            held += sink.hold(place.slot, "output", leaves)
+        sink.emit(call, held)
+        if self.ports.grads and not self._listen_to_grads(call, "grad_output", leaves):
+            place.awaiting_grads.append(call)
+
+    def _recomputed(self, place: _Place, output: Any) -> None:
+        """Reentrant checkpointing ran the first forward without a graph: this one has it."""
+        if self.ports.grads and place.awaiting_grads:
+            self._listen_to_grads(place.awaiting_grads.pop(), "grad_output", flatten(output))
+
+    def _listen_to_grads(
+        self, call: Call, port: Port, leaves: list[tuple[str, torch.Tensor | None]]
+    ) -> bool:
+        """Hear the gradients of these tensors when they come; False where none will."""
+        if not torch.is_grad_enabled():
+            return False
+        heard = False
+        for leaf, tensor in leaves:
+            if tensor is not None and tensor.requires_grad:
+                self._grad_handles.append(
+                    tensor.register_hook(self._grad_hook(call, port, leaf))
+                )
+                heard = True
+        return heard
+
+    def _grad_hook(self, call: Call, port: Port, leaf: str) -> Callable[[torch.Tensor], None]:
+        def hook(grad: torch.Tensor) -> None:
+            sink = self._sink
+            if sink is None:
+                return
+            try:
+                with torch._C.DisableTorchFunction():
+                    sink.emit(call, sink.hold(call.slot, port, [(leaf, grad)]))
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+
+        return hook
+
+    # Keeping house.
+
+    def drain(self) -> None:
+        sink = self._sink
+        if sink is None or not self._compiled:
+            return
+        entries, self._compiled[:] = list(self._compiled), []
+        waiting: dict[int, list[tuple[Call, list[Held]]]] = {}
+        for index, port, value in entries:
+            slot = self.slots[index]
+            if port == "input":
+                call = sink.begin(slot)
+                leaves = flatten_call(self._places[index].module, *value)
+                waiting.setdefault(index, []).append((call, sink.hold(slot, "input", leaves)))
+                continue
+            stack = waiting.get(index)
+            call, held = stack.pop() if stack else (sink.begin(slot), [])
+            if self.ports.outputs:
+                held += sink.hold(slot, "output", flatten(value))
+            sink.emit(call, held)
+
+    def settle(self) -> None:
+        """A step is over: forget hooks on graphs that are gone."""
+        self.drain()
+        self._grad_handles = [h for h in self._grad_handles if h.hooks_dict_ref() is not None]
+        for place in self._places:
+            self._finish_interrupted(place)
+            place.awaiting_grads.clear()
+
+    def _finish_interrupted(self, place: _Place) -> None:
+        """Calls that never ended, because the model raised, still have their inputs."""
+        while place.pending:
+            call, held = place.pending.pop()
+            if self._sink is not None:
+                self._sink.emit(call, held)
+
+    def _stay_last(self) -> None:
+        """Others may have added hooks since: what we record is what comes out behind theirs."""
+        for place in self._places:
+            for hooks, handle in (
+                (place.module._forward_hooks, place.output_hook),
+                (place.module._forward_pre_hooks, place.input_hook),
+            ):
+                if handle is not None and next(reversed(hooks)) != handle.id:
+                    hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+
+
+def _recomputing() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+class _Factory:
+    name = "eager module"
+
+    def accepts(self, model: object) -> bool:
+        return isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule)
+
+    def __call__(self, model: Any, layers: Any, ports: Ports, *, default: bool) -> EagerTap:
+        return EagerTap(model, layers, ports, default=default)
+
+
+FACTORY = _Factory()

@@ -1,0 +1,86 @@
+"""Finds the tensors inside whatever a layer takes or returns.
+
+A leaf is named as one would write it in Python behind the value: `[0]`, `.logits`, `['mask']`, and
+nothing for a plain tensor. `None` is handed over too: where a tensor is expected, its absence is
+worth a word. Everything else that is no tensor and no container is passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["flatten", "flatten_call"]
+
+_DEEPEST = 16
+_LONGEST = 200
+
+
+def flatten(value: Any, leaf: str = "") -> list[tuple[str, torch.Tensor | None]]:
+    """Every tensor and every None in a nested value, in order, with its leaf."""
+    if isinstance(value, torch.Tensor):
+        return [(leaf, value)]
+    return list(_walk(value, leaf, 0))
+
+
+def _walk(value: Any, leaf: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
+    if value is None or isinstance(value, torch.Tensor):
+        yield leaf[:_LONGEST], value
+        return
+    if depth >= _DEEPEST:
+        return
+    for name, item in _children(value):
+        yield from _walk(item, leaf + name, depth + 1)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # ModelOutput is a dict too, but leaves out what is None; the fields know everything.
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name, None)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"[{key!r}]", item
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield f".{name}", getattr(value, name)
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield f"[{index}]", item
+
+
+def flatten_call(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[tuple[str, torch.Tensor | None]]:
+    """The tensors of a call; a single positional value stands for the whole input.
+
+    Keyword arguments come in the order of the module's own signature, so that the first leaf is the
+    first thing the module asks for, whatever the order in which it was passed.
+    """
+    if len(args) == 1 and not any(_holds_tensor(item) for item in kwargs.values()):
+        return flatten(args[0])
+    found = [pair for i, item in enumerate(args) for pair in flatten(item, f"[{i}]")]
+    if kwargs:
+        rank = _parameter_order(type(module))
+        last = len(rank)
+        for name in sorted(kwargs, key=lambda n: rank.get(n, last)):
+            found += flatten(kwargs[name], f"[{name!r}]")
+    return [pair for pair in found if pair[1] is not None]
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(tensor is not None for _, tensor in flatten(value))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameter_order(kind: type[torch.nn.Module]) -> dict[str, int]:
+    try:
+        names = list(inspect.signature(kind.forward).parameters)
+    except (TypeError, ValueError):
+        return {}
+    return {name: index for index, name in enumerate(names)}

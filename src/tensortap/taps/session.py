@@ -1,0 +1,323 @@
+"""`tap.record`: one recording from its first hook to its closed manifest."""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..errors import OptionError, RecordingError, RecordingExistsError
+from ..recording.schema import MANIFEST, Manifest
+from ..recording.store import open_store
+from ..recording.writer import Writer, now
+from .base import Ports, Tap, find_tap
+from .describe import InputLog, describe_environment, device_of
+from .sink import Keep, Sink
+
+__all__ = ["Recorder", "TapWarning", "record"]
+
+
+class TapWarning(UserWarning):
+    """Something a user should know that does not stop the model."""
+
+
+def record(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    layers: str | Sequence[str] = "blocks",
+    inputs: bool = False,
+    outputs: bool = True,
+    grads: bool = False,
+    keep: Keep = "tensors",
+    budget: int = 1 << 30,
+    histograms: bool = False,
+    overwrite: bool = False,
+    against: str | os.PathLike[str] | None = None,
+    stop: bool = False,
+    strict: bool = False,
+    mode: str | None = None,
+    target: dict[str, Any] | None = None,
+) -> Recorder:
+    """Record the layers of a model while it runs.
+
+        with tap.record(model, "runs/fp32", layers="blocks", inputs=True) as rec:
+            model(**batch)
+            rec.step()
+
+    Args:
+        model: any model that a tap knows; today any `torch.nn.Module`, compiled or not.
+        path: the folder, or an fsspec URL, that the recording is written to.
+        layers: what to record (see docs/selection.md). By default the repeated blocks, and on a
+            model without any, the leaves.
+        inputs: also what each layer receives; `outputs`: what it returns; `grads`: the gradients of
+            the outputs, and with `inputs` of the inputs, when a backward pass is run.
+        keep: "tensors", or "summary" for statistics alone.
+        budget: the most extra memory in bytes; beyond it the model waits for the disk.
+        histograms: also keep a histogram in each summary.
+        overwrite: replace a recording that is there.
+        strict: a recorder that fails raises. Otherwise it warns once and the model runs on.
+        mode: the name of the variant, kept in the manifest.
+        target: what else the manifest should say of the target.
+    """
+    if against is not None or stop:
+        raise OptionError(
+            "record(against=…, stop=…) needs comparing, which this version of tensortap does not "
+            "have yet. Record both runs and look at them with tensortap show."
+        )
+    return Recorder(
+        model,
+        os.fspath(path),
+        layers=layers,
+        default_layers=layers == "blocks",
+        ports=Ports(inputs=inputs, outputs=outputs, grads=grads),
+        keep=keep,
+        budget=budget,
+        histograms=histograms,
+        overwrite=overwrite,
+        strict=strict,
+        mode=mode,
+        target=target or {},
+    )
+
+
+class Recorder:
+    """A recording that is being made. Use it as a context manager."""
+
+    def __init__(
+        self,
+        model: Any,
+        path: str,
+        *,
+        layers: str | Sequence[str],
+        default_layers: bool,
+        ports: Ports,
+        keep: Keep,
+        budget: int,
+        histograms: bool,
+        overwrite: bool,
+        strict: bool,
+        mode: str | None,
+        target: dict[str, Any],
+    ) -> None:
+        _check_options(ports, keep, budget)
+        self.path = path
+        self.model = model
+        self.tap: Tap = find_tap(model)(model, layers, ports, default=default_layers)
+        self._ports = ports
+        self._keep: Keep = keep
+        self._budget = budget
+        self._histograms = histograms
+        self._overwrite = overwrite
+        self._strict = strict
+        self._mode = mode
+        self._target = target
+        self._layers = [layers] if isinstance(layers, str) else list(layers)
+        self._inputs = InputLog()
+        self._writer: Writer | None = None
+        self._sink: Sink | None = None
+        self._trouble: str | None = None
+        self._reported = False
+        if not overwrite and MANIFEST in open_store(path).names():
+            raise RecordingExistsError(
+                f"{path} already holds a recording. Choose another folder, or replace it with "
+                "--overwrite (overwrite=True in Python)."
+            )
+
+    # Reading off.
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers that are listened to."""
+        return [slot.name for slot in self.tap.slots]
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more is recorded, or None while all is well."""
+        return self._trouble or (self._writer.failure if self._writer else None)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about this recording."""
+        return list(self.tap.notes)
+
+    # Starting and ending.
+
+    def start(self) -> Recorder:
+        """Begin to record; `with` does this."""
+        if self._writer is not None:
+            raise OptionError("This recorder was started before. Make a new one: tap.record(…).")
+        self._writer = Writer(
+            self.path,
+            self._manifest(),
+            budget=self._budget,
+            overwrite=self._overwrite,
+            histograms=self._histograms,
+            rank=_rank(),
+        )
+        self._sink = Sink(self._writer, self._keep, self._budget // 4)
+        on_root_call = getattr(self.tap, "on_root_call", None)
+        if on_root_call is not None:
+            on_root_call(lambda args, kwargs: self._see_inputs(args, kwargs))
+        self.tap.attach(self._sink, self._fail)
+        return self
+
+    def close(self, failure: str | None = None) -> None:
+        """Stop listening, write what is left, close the manifest. Closing twice is harmless."""
+        if self._writer is None or self._sink is None:
+            return
+        self.tap.detach()
+        reason = self._trouble or failure
+        self._writer.close(
+            status="failed" if reason else "complete",
+            failure=reason,
+            inputs={**self._writer.manifest.inputs, **self._inputs.to_dict()},
+            skipped=[
+                {"layer": layer, "port": port, "leaf": leaf, "reason": why, "count": count}
+                for (layer, port, leaf, why), count in sorted(self._sink.skipped.items())
+            ],
+            notes=self.notes + self._missed(),
+        )
+        self.tap.notes += self._missed()
+        self._sink = None
+        self._report()
+
+    def __enter__(self) -> Recorder:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(None if error is None else f"the run raised {type(error).__name__}: {error}")
+
+    # While it runs.
+
+    def run(self, *args: Any, early_stop: bool = False, **kwargs: Any) -> Any:
+        """Run the model once; with `early_stop` no further than the last selected layer."""
+        self._must_run()
+        output = self.tap.run(args, kwargs, early_stop=early_stop)
+        self._report()
+        return output
+
+    def step(self) -> None:
+        """The next batch begins: calls count from 0 again."""
+        sink = self._must_run()
+        self.moment(epoch=sink.epoch, batch=sink.batch + 1)
+
+    def moment(self, *, epoch: int | None = None, batch: int | None = None) -> None:
+        """Say which epoch and batch come now. A new epoch without a batch begins at batch 0."""
+        sink = self._must_run()
+        if epoch is None:
+            epoch = sink.epoch
+        if batch is None:
+            batch = 0 if epoch != sink.epoch else sink.batch
+        for name, value in (("epoch", epoch), ("batch", batch)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise OptionError(f"{name} must be a whole number from 0, got {value!r}.")
+        settle = getattr(self.tap, "settle", self.tap.drain)
+        settle()
+        sink.advance(self.tap.slots, epoch=epoch, batch=batch)
+        self._report()
+
+    def flush(self) -> None:
+        """Return when everything recorded so far is on disk, in segments that any reader can open."""
+        self._must_run()
+        self.tap.drain()
+        if self._writer is not None:
+            self._writer.flush(sync=True)
+        self._report()
+
+    # Inside.
+
+    def _must_run(self) -> Sink:
+        if self._sink is None:
+            raise OptionError(
+                "This recorder is not running. Use it inside: with tap.record(…) as rec: …"
+            )
+        return self._sink
+
+    def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._sink is not None:
+            self._inputs.see((self._sink.epoch, self._sink.batch), args, kwargs)
+
+    def _fail(self, error: Exception) -> None:
+        """A hook of ours went wrong: record no more, say it once, let the model run on."""
+        if self._trouble is None:
+            self._trouble = f"{type(error).__name__}: {error}"
+        self._report()
+
+    def _report(self) -> None:
+        failure = self.failure
+        if failure is None or self._reported:
+            return
+        self._reported = True
+        text = f"tensortap stopped recording to {self.path}: {failure}. The model runs on."
+        if self._strict:
+            raise RecordingError(text)
+        warnings.warn(text, TapWarning, stacklevel=3)
+
+    def _missed(self) -> list[str]:
+        """Selected layers from which nothing was heard."""
+        silent = [slot.name for slot in self.tap.slots if slot.seen == 0]
+        heard = len(self.tap.slots) - len(silent)
+        if not silent:
+            return []
+        shown = ", ".join(f"'{name}'" for name in silent[:8]) + (", …" if len(silent) > 8 else "")
+        if heard == 0:
+            return [
+                f"None of the {len(silent)} selected layers ran while recording. Call the model "
+                "inside the with block, as model(…) and not model.forward(…) of a layer."
+            ]
+        return [
+            f"Nothing was heard from {len(silent)} of {len(self.tap.slots)} selected layers: "
+            f"{shown}. They did not run, or were called by .forward() directly, which skips hooks."
+        ]
+
+    def _manifest(self) -> Manifest:
+        described = {**self.tap.describe(), **self._target}
+        return Manifest(
+            tool=f"tensortap {__version__}",
+            torch=torch.__version__,
+            python=platform.python_version(),
+            created=now(),
+            device=device_of(self.model) if isinstance(self.model, torch.nn.Module) else "cpu",
+            mode=self._mode,
+            seed=torch.initial_seed(),
+            target=described,
+            selection={
+                "layers": self._layers,
+                "ports": self._ports.names(),
+                "keep": self._keep,
+                "histograms": self._histograms,
+            },
+            structure=replace(self.tap.structure),
+            inputs={"prompt": described.pop("prompt", None)},
+            environment=describe_environment(),
+            notes=self.notes,
+        )
+
+
+def _check_options(ports: Ports, keep: str, budget: int) -> None:
+    if not (ports.inputs or ports.outputs or ports.grads):
+        raise OptionError("Nothing to record: inputs, outputs and grads are all off.")
+    if keep not in ("tensors", "summary"):
+        raise OptionError(f"keep must be 'tensors' or 'summary', got {keep!r}.")
+    if not isinstance(budget, int) or budget < 1 << 20:
+        raise OptionError(f"budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return 0

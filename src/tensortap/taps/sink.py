@@ -1,0 +1,164 @@
+"""Where a tap pours what it hears: gives each tensor its place, moment and order.
+
+A tap says "this layer's output, these tensors"; the sink knows the epoch, batch and call, whether
+tensors or summaries are kept, and what to do with a tensor that cannot be kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ..numerics.histogram import Histogram
+from ..numerics.summary import WIDTH
+from ..recording.dtypes import dtype_name
+from ..recording.rows import fill_row
+from ..recording.schema import Port, Site
+from ..recording.writer import Writer
+from .plain import Unrecordable, is_plain, plain_parts
+
+__all__ = ["Call", "Held", "Keep", "Sink", "Slot"]
+
+Keep = Literal["tensors", "summary"]
+
+
+@dataclass(eq=False)
+class Slot:
+    """One selected layer while it is being listened to."""
+
+    index: int
+    name: str
+    type: str
+    alias: str | None = None
+    calls: int = 0
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer: which, and when."""
+
+    slot: Slot
+    epoch: int
+    batch: int
+    call: int
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor's values, taken, whose row is not written yet."""
+
+    port: Port
+    leaf: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    number: int = -1
+    row: np.ndarray[Any, Any] | None = None
+    histogram: Histogram | None = None
+
+
+@dataclass(eq=False)
+class Sink:
+    """Takes tensors from a tap and hands them to the writer."""
+
+    writer: Writer
+    keep: Keep = "tensors"
+    limit: int = 1 << 30
+    epoch: int = 0
+    batch: int = 0
+    skipped: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    _order: Any = field(default_factory=itertools.count)
+    _sites: dict[Any, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, slot: Slot) -> Call:
+        """Count a call of this layer in the current step."""
+        with self._lock:
+            call = Call(slot, self.epoch, self.batch, slot.calls)
+            slot.calls += 1
+            slot.seen += 1
+        return call
+
+    def advance(self, slots: Iterable[Slot], *, epoch: int, batch: int) -> None:
+        """Go to another moment: calls count from 0 again."""
+        self.epoch, self.batch = epoch, batch
+        for slot in slots:
+            slot.calls = 0
+
+    def hold(
+        self, slot: Slot, port: Port, leaves: Sequence[tuple[str, torch.Tensor | None]]
+    ) -> list[Held]:
+        """Take the values of these tensors now."""
+        held: list[Held] = []
+        for leaf, tensor in leaves:
+            if tensor is None:
+                self.skip(slot, port, leaf, "None stands where a tensor could")
+                continue
+            try:
+                held += self._hold_one(port, leaf, tensor)
+            except Unrecordable as reason:
+                self.skip(slot, port, leaf, str(reason))
+            except (RuntimeError, NotImplementedError, TypeError) as error:
+                first_line = str(error).strip().split("\n", 1)[0]
+                self.skip(slot, port, leaf, f"it could not be brought to the CPU: {first_line}")
+        if not leaves:
+            self.skip(slot, port, "", "it holds no tensor")
+        return held
+
+    def emit(self, call: Call, held: Sequence[Held]) -> None:
+        """Write the rows of what was taken, in the order in which calls finish."""
+        for item in held:
+            site = self._site(call.slot, item)
+            moment = (next(self._order), call.epoch, call.batch, call.call)
+            if item.row is not None:
+                self.writer.summary_line(site, moment, item.row, item.histogram)
+            else:
+                self.writer.line(site, moment, item.number)
+
+    def skip(self, slot: Slot, port: Port, leaf: str, reason: str) -> None:
+        self.skipped[(slot.name, port, leaf, reason)] += 1
+
+    def _hold_one(self, port: Port, leaf: str, tensor: torch.Tensor) -> list[Held]:
+        if is_plain(tensor):
+            return [self._take(port, leaf, tensor, tensor.device)]
+        with torch.no_grad():
+            parts = list(plain_parts(tensor, self.limit))
+        return [self._take(port, leaf + tail, part, tensor.device) for tail, part in parts]
+
+    def _take(
+        self, port: Port, leaf: str, tensor: torch.Tensor, device: torch.device
+    ) -> Held:
+        shape, dtype = tensor.shape, tensor.dtype
+        if self.keep == "summary":
+            row = np.empty(WIDTH)
+            histogram = fill_row(row, tensor, self.writer.histograms)
+            return Held(port, leaf, shape, dtype, device, -1, row, histogram)
+        if tensor.device.type != "cpu":
+            tensor = tensor.detach().to("cpu")
+        return Held(port, leaf, shape, dtype, device, self.writer.take(tensor))
+
+    def _site(self, slot: Slot, item: Held) -> int:
+        key = (slot.index, item.port, item.leaf, item.shape, item.dtype, item.device)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = self.writer.site(
+                Site(
+                    slot.name,
+                    item.port,
+                    item.leaf,
+                    slot.alias,
+                    slot.type,
+                    tuple(item.shape),
+                    dtype_name(item.dtype),
+                    str(item.device),
+                )
+            )
+        return site
