@@ -59,6 +59,44 @@ inline V vmin(V a, V b) { return a < b ? a : b; }
 template <class V>
 inline V vmax(V a, V b) { return a > b ? a : b; }
 
+// Compilers convert vectors and count matches in more steps than the instructions need.
+inline vf64 to_double(vf32h v) {
+#if defined(TENSORTAP_ISA_avx512)
+  return (vf64)_mm512_cvtps_pd((__m256)v);
+#elif defined(TENSORTAP_ISA_avx2)
+  return (vf64)_mm256_cvtps_pd((__m128)v);
+#else
+  return __builtin_convertvector(v, vf64);
+#endif
+}
+
+inline void count_equal(vi32& count, vu32 a, vu32 b) {
+#if defined(TENSORTAP_ISA_avx512)
+  const __mmask16 equal = _mm512_cmpeq_epi32_mask((__m512i)a, (__m512i)b);
+  count = (vi32)_mm512_mask_sub_epi32((__m512i)count, equal, (__m512i)count, _mm512_set1_epi32(-1));
+#else
+  count -= vi32(a == b);
+#endif
+}
+
+inline void count_equal(vi16& count, vu16 a, vu16 b) {
+#if defined(TENSORTAP_ISA_avx512)
+  const __mmask32 equal = _mm512_cmpeq_epi16_mask((__m512i)a, (__m512i)b);
+  count = (vi16)_mm512_mask_sub_epi16((__m512i)count, equal, (__m512i)count, _mm512_set1_epi16(-1));
+#else
+  count -= vi16(a == b);
+#endif
+}
+
+inline void count_below(vi16& count, vu16 a, vu16 b) {
+#if defined(TENSORTAP_ISA_avx512)
+  const __mmask32 below = _mm512_cmplt_epu16_mask((__m512i)a, (__m512i)b);
+  count = (vi16)_mm512_mask_sub_epi16((__m512i)count, below, (__m512i)count, _mm512_set1_epi16(-1));
+#else
+  count -= vi16(a < b);
+#endif
+}
+
 inline float as_float(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
 inline uint32_t as_bits(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
 inline double as_float(uint64_t b) { double f; std::memcpy(&f, &b, 8); return f; }
@@ -260,7 +298,7 @@ struct Sums {
   explicit Sums(double s) : shift(vf64{} + s) {}
 
   void add(vf32h v, int lane) {
-    vf64 d = __builtin_convertvector(v, vf64);
+    vf64 d = to_double(v);
     if (kShift) d -= shift;
     sum[lane] += d;
     square[lane] += d * d;
@@ -317,7 +355,7 @@ inline Fast fast32(const void* data, size_t n, double shift) {
     high = vmax(high, b);
     low = vmax(low, vu32(b));
     least = vmin(least, t);
-    zeros += vi32(t == ~0u);
+    count_equal(zeros, t, ~vu32{});
     sums.add(load<vf32h>(p + i), 0);
     sums.add(load<vf32h>(p + i + kLanes / 2), 1);
   }
@@ -328,7 +366,7 @@ inline Fast fast32(const void* data, size_t n, double shift) {
     h = high[k] > h ? high[k] : h;
     l = low[k] > l ? low[k] : l;
     t = least[k] < t ? least[k] : t;
-    z -= zeros[k];
+    z += zeros[k];
   }
   Fast r{true, empty_state()};
   const bool positive = h >= 0, negative = l >> 31;
@@ -377,15 +415,18 @@ inline Fast fast16(const void* data, size_t n, double shift) {
   vu16 low = {}, least = ~vu16{};
   vi16 zeros = {}, subnormal = {};
   Sums<kShift> sums(shift);
-  const vu16 tiny = vu16{} + uint16_t(2 * F::kTiny16 - 1), ones = ~vu16{};
+  // Half precision often holds subnormals; with bfloat16 they are rare enough for the exact path.
+  constexpr bool kCountTiny = F::kTiny16 == Float16::kTiny16;
+  constexpr uint16_t kTinyMark = 2 * F::kTiny16 - 1;
+  const vu16 tiny = vu16{} + kTinyMark, ones = ~vu16{};
   for (size_t i = 0; i < n; i += kLanes) {
     const vu16 b = load<vu16>(p + i);
     const vu16 t = b + b + ones;
     high = vmax(high, vi16(b));
     low = vmax(low, b);
     least = vmin(least, t);
-    zeros += vi16(t == ones);
-    subnormal += vi16(t < tiny);
+    count_equal(zeros, t, ones);
+    if (kCountTiny) count_below(subnormal, t, tiny);
     vf32 half[2];
     widen16(b, half, F{});
     sums.add(half[0]);
@@ -398,13 +439,13 @@ inline Fast fast16(const void* data, size_t n, double shift) {
     h = high[k] > h ? high[k] : h;
     l = low[k] > l ? low[k] : l;
     t = least[k] < t ? least[k] : t;
-    z -= zeros[k];
-    u -= subnormal[k];
+    z += zeros[k];
+    u += subnormal[k];
   }
   Fast r{true, empty_state()};
   const bool positive = h >= 0, negative = l >> 15;
   const uint16_t top = positive ? uint16_t(h) : 0, bottom = negative ? l & 0x7fff : 0;
-  if (top >= F::kMax16 || bottom >= F::kMax16) {
+  if (top >= F::kMax16 || bottom >= F::kMax16 || (!kCountTiny && t < kTinyMark)) {
     r.usable = false;
     return r;
   }
