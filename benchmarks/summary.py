@@ -13,18 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 from array import array
-from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from timing import interleave  # noqa: E402
-
-from tensortap.numerics.histogram import BUCKETS  # noqa: E402
-from tensortap.numerics.native import core, missing, summarize_into  # noqa: E402
-from tensortap.numerics.summary import WIDTH  # noqa: E402
+from tensortap.numerics.histogram import BUCKETS
+from tensortap.numerics.native import core, missing, summarize_into
+from tensortap.numerics.summary import WIDTH
+from timing import interleave
 
 MEGABYTES = (1, 16, 256)
 

@@ -1,6 +1,6 @@
 """Timing by interleaved medians, for a machine that others use too.
 
-Every variant runs once a round, in an order shuffled anew each round, so that what slows the machine
+Every variant runs once a round, in an order shuffled anew, so that what slows the machine
 slows them all. A ratio is the median of the ratios within rounds. No round is dropped: the spread
 (quartiles) is reported beside the median instead.
 """
