@@ -56,10 +56,10 @@ def _as_float32(dtype: torch.dtype) -> bool:
 
 @cache
 def _table(dtype: torch.dtype) -> Array | None:
-    """The float32 of each of the 256 codes of an 8-bit float; None for a type torch cannot widen."""
+    """The float32 of each of an 8-bit float's 256 codes; None where torch cannot widen it."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     try:
-        values = codes.view(dtype).to(torch.float32).numpy().copy()
+        values: Array = codes.view(dtype).to(torch.float32).numpy().copy()
     except (RuntimeError, NotImplementedError):
         return None
     bits = values.view(np.uint32)
@@ -93,8 +93,10 @@ def from_numpy(
     if array.dtype.byteorder == ">" or not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     array = np.ascontiguousarray(array)
+    if not array.flags.writeable:
+        array = array.copy()
     try:
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        tensor = torch.from_numpy(array)
     except TypeError:
         raise LayoutError(
             f"{where} holds values of numpy's type '{array.dtype}', which torch cannot hold. "

@@ -119,7 +119,7 @@ class Tree:
     """What becomes one recording: the tensors of one mode."""
 
     entries: tuple[Entry, ...]
-    structure: Structure = Structure()
+    structure: Structure = field(default_factory=Structure)
     mode: str | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
     target: dict[str, Any] = field(default_factory=dict)

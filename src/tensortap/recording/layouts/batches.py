@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError, LayoutError, RecordingError
-from ..dtypes import dtype_name, torch_dtype
+from ..dtypes import torch_dtype
 from .arrays import Array, from_numpy, numpy_twin, to_numpy
 from .files import writing
 
@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from ..reader import Record, Recording
     from ..schema import Port
 
-__all__ = ["Part", "describe", "gather", "join", "parts_of", "read_json", "split", "write_json"]
+__all__ = [
+    "Part",
+    "describe",
+    "gather",
+    "join",
+    "parts_of",
+    "read_json",
+    "split",
+    "unloadable",
+    "write_json",
+]
 
 
 @dataclass(frozen=True)
@@ -106,9 +116,7 @@ def describe(records: Sequence[Record], shape: Sequence[int]) -> dict[str, Any]:
         "type": first.type,
         "dtype": first.dtype,
         "stored_as": numpy_twin(torch_dtype(first.dtype, first.layer)),
-        "batches": [
-            {"epoch": r.epoch, "batch": r.batch, "shape": list(r.shape)} for r in records
-        ],
+        "batches": [{"epoch": r.epoch, "batch": r.batch, "shape": list(r.shape)} for r in records],
     }
 
 
@@ -180,12 +188,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         scratch.write_text(text + "\n", encoding="utf-8")
 
 
-def loadable(records: Sequence[Record]) -> str | None:
+def unloadable(records: Sequence[Record]) -> str | None:
     """Why these records cannot be loaded, or None when they can."""
     try:
         for record in records:
             record.tensor()
-            dtype_name(torch_dtype(record.dtype, record.layer))
     except (RecordingError, RuntimeError) as error:
         return str(error)
     return None

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..schema import Structure
 
-__all__ = ["BLOCK", "fill_blocks", "found_structure", "plain", "short_names"]
+if TYPE_CHECKING:
+    from ..reader import Recording
 
-BLOCK = re.compile(r"layer_(\d{1,9})")
-EMBEDDING, FINAL_NORM = "embedding", "final_norm"
+__all__ = [
+    "fill_blocks",
+    "found_structure",
+    "in_order",
+    "mode_of",
+    "plain",
+    "short_names",
+    "told_about",
+]
+
+_BLOCK = re.compile(r"layer_(\d{1,9})")
+_EMBEDDING, _FINAL_NORM = "embedding", "final_norm"
 _MOST_BLOCKS = 100_000
 
 
@@ -21,9 +35,9 @@ def short_names(layers: Iterable[str], structure: Structure) -> dict[str, str]:
     """`embedding`, `layer_<i>` and `final_norm` by role, the full name for every other layer."""
     roles = {name: f"layer_{i}" for i, name in enumerate(structure.blocks)}
     if structure.embedding is not None:
-        roles.setdefault(structure.embedding, EMBEDDING)
+        roles.setdefault(structure.embedding, _EMBEDDING)
     if structure.final_norm is not None:
-        roles.setdefault(structure.final_norm, FINAL_NORM)
+        roles.setdefault(structure.final_norm, _FINAL_NORM)
     layers = list(layers)
     short = {layer: roles[layer] for layer in layers if layer in roles}
     used = set(short.values())
@@ -56,8 +70,8 @@ def fill_blocks(known: Mapping[int, str]) -> tuple[str, ...]:
 
 def found_structure(layers: Mapping[str, str]) -> Structure:
     """The roles that short names tell of; `layers` maps short names to layer names."""
-    blocks = {int(m[1]): name for short, name in layers.items() if (m := BLOCK.fullmatch(short))}
-    return Structure(fill_blocks(blocks), layers.get(EMBEDDING), layers.get(FINAL_NORM))
+    blocks = {int(m[1]): name for short, name in layers.items() if (m := _BLOCK.fullmatch(short))}
+    return Structure(fill_blocks(blocks), layers.get(_EMBEDDING), layers.get(_FINAL_NORM))
 
 
 def in_order(found: Iterable[str], told: Sequence[str]) -> list[str]:
@@ -67,11 +81,11 @@ def in_order(found: Iterable[str], told: Sequence[str]) -> list[str]:
     def key(short: str) -> tuple[int, int, int, str]:
         if short in place:
             return (0, place[short], 0, "")
-        if short == EMBEDDING:
+        if short == _EMBEDDING:
             return (1, 0, 0, "")
-        if block := BLOCK.fullmatch(short):
+        if block := _BLOCK.fullmatch(short):
             return (1, 1, int(block[1]), "")
-        return (1, 2 if short == FINAL_NORM else 3, 0, short)
+        return (1, 2 if short == _FINAL_NORM else 3, 0, short)
 
     names = set(found)
     if not names <= set(place):  # told of some alone: roles are the better guide
@@ -90,3 +104,31 @@ def plain(value: Any, depth: int = 0) -> Any:
     if depth < 20 and isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item, depth + 1) for item in value]
     return str(value)
+
+
+def mode_of(recording: Recording, wanted: str | None) -> str:
+    """The mode a tree is written under: as asked, as recorded, or the recording's folder."""
+    return wanted or recording.manifest.mode or PurePath(recording.path).name or "recording"
+
+
+def told_about(recording: Recording) -> dict[str, Any]:
+    """What a tree's statistics say of the model, so that an import knows it again."""
+    manifest = recording.manifest
+    name = manifest.target.get("class") or manifest.target.get("spec") or ""
+    return {
+        "model": str(name),
+        "structure": asdict(manifest.structure),
+        "inputs": json_safe(manifest.inputs),
+        "target": json_safe(manifest.target),
+    }
+
+
+def json_safe(value: Any) -> Any:
+    """Plain values without the numbers that JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return plain(value)
