@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import MissingExtraError, OptionError, TargetError
@@ -28,8 +29,8 @@ _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _WEIGHTS = "model.safetensors"
 # What transformers raises, from many places, on a folder that it cannot read.
 _LOADING = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError,
-    NotImplementedError,
+    AttributeError, ImportError, KeyError, NotImplementedError, OSError, RuntimeError,
+    SafetensorError, TypeError, ValueError,
 )  # fmt: skip
 
 
@@ -50,6 +51,7 @@ def load_checkpoint(
         raise MissingExtraError("transformers", "hf", "An hf: target") from error
 
     device = parse_device(str(values.get("device", "cpu")))
+    dtype = _dtype(values)
     if "seed" in values:
         torch.manual_seed(int(values["seed"]))  # decides weights that the checkpoint lacks
     config = _config(transformers, folder)
@@ -65,7 +67,7 @@ def load_checkpoint(
     for index, batch in enumerate(batches):
         where = f"The prompt {prompts[index]!r}" if prompts else f"{os.fspath(input_ids or '')}"
         check_range(batch["input_ids"], vocabulary, where)
-    model, notes = _model(transformers, kind, config, folder, values)
+    model, notes = _model(transformers, kind, config, folder, dtype, values)
     model = model.to(device).eval()
     return Target(
         model,
@@ -166,7 +168,12 @@ def _model_class(transformers: Any, config: Any, folder: Path) -> Any:
 
 
 def _model(
-    transformers: Any, kind: Any, config: Any, folder: Path, values: Mapping[str, Any]
+    transformers: Any,
+    kind: Any,
+    config: Any,
+    folder: Path,
+    dtype: torch.dtype | None,
+    values: Mapping[str, Any],
 ) -> tuple[Any, tuple[str, ...]]:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     dtype_option = "dtype" if version >= (4, 56) else "torch_dtype"
@@ -177,7 +184,7 @@ def _model(
             config=config,
             use_safetensors=True,
             output_loading_info=True,
-            **{dtype_option: _dtype(values) or "auto"},
+            **{dtype_option: dtype or "auto"},
             **_LOCAL,
             **extra,
         )
