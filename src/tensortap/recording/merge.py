@@ -77,9 +77,7 @@ def _merge(store: Store, group: list[Segment]) -> None:
         store.remove(segment.name)
 
 
-def _take(
-    builder: HeaderBuilder, segment: Segment, parts: list[tuple[int, Segment, str]]
-) -> None:
+def _take(builder: HeaderBuilder, segment: Segment, parts: list[tuple[int, Segment, str]]) -> None:
     """Take over one segment's tensors, rows, summaries and histograms."""
     special = (SUMMARIES, HISTOGRAM_BUCKETS, HISTOGRAM_COUNTS)
     ours = [n for n in segment.tensors if n not in special and not n.startswith(PADDING)]

@@ -37,7 +37,9 @@ def prepare(grads: bool) -> str:
         "outputs leave the graph as extra outputs, so fused kernels may differ in the last bits."
     )
     if grads:
-        note += " Gradients inside compiled parts are not recorded; record the eager model for them."
+        note += (
+            " Gradients inside compiled parts are not recorded; record the eager model for them."
+        )
     return note
 
 
@@ -52,4 +54,3 @@ def stash(into: list[Entry], index: int, port: str, value: Any) -> None:
         lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value
     )
     into.append((index, port, copied))
-

@@ -26,6 +26,7 @@ from .base import Ports
 from .describe import describe_module
 from .leaves import flatten, flatten_call
 from .sink import Call, Held, Sink, Slot
+from .unseen import unseen
 
 __all__ = ["FACTORY", "EagerTap", "StopForward"]
 
@@ -99,9 +100,7 @@ class EagerTap:
         self._grad_handles.clear()
         self._sink = None
 
-    def on_root_call(
-        self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]
-    ) -> None:
+    def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         """Hear the arguments of every call of the whole model, for the inputs' digest."""
         self._root_listeners.append(listener)
 
@@ -149,10 +148,11 @@ class EagerTap:
             if torch.compiler.is_compiling() or _recomputing():
                 return
             try:
-                self.drain()
                 self._stay_last()
-                for listener in self._root_listeners:
-                    listener(args, kwargs)
+                with unseen():
+                    self.drain()
+                    for listener in self._root_listeners:
+                        listener(args, kwargs)
             except Exception as error:  # the model must not notice
                 self._on_failure(error)
 
@@ -168,7 +168,7 @@ class EagerTap:
             if sink is None or _recomputing():
                 return
             try:
-                with torch._C.DisableTorchFunction():
+                with unseen():
                     self._enter(place, sink, flatten_call(module, args, kwargs))
             except Exception as error:  # the model must not notice
                 self._on_failure(error)
@@ -186,7 +186,7 @@ class EagerTap:
             if sink is None:
                 return
             try:
-                with torch._C.DisableTorchFunction():
+                with unseen():
                     if _recomputing():
                         self._recomputed(place, output)
                     else:
@@ -236,9 +236,7 @@ class EagerTap:
         heard = False
         for leaf, tensor in leaves:
             if tensor is not None and tensor.requires_grad:
-                self._grad_handles.append(
-                    tensor.register_hook(self._grad_hook(call, port, leaf))
-                )
+                self._grad_handles.append(tensor.register_hook(self._grad_hook(call, port, leaf)))
                 heard = True
         return heard
 
@@ -248,7 +246,7 @@ class EagerTap:
             if sink is None:
                 return
             try:
-                with torch._C.DisableTorchFunction():
+                with unseen():
                     sink.emit(call, sink.hold(call.slot, port, [(leaf, grad)]))
             except Exception as error:  # the model must not notice
                 self._on_failure(error)

@@ -133,9 +133,7 @@ class Sink:
             parts = list(plain_parts(tensor, self.limit))
         return [self._take(port, leaf + tail, part, tensor.device) for tail, part in parts]
 
-    def _take(
-        self, port: Port, leaf: str, tensor: torch.Tensor, device: torch.device
-    ) -> Held:
+    def _take(self, port: Port, leaf: str, tensor: torch.Tensor, device: torch.device) -> Held:
         shape, dtype = tensor.shape, tensor.dtype
         if self.keep == "summary":
             row = np.empty(WIDTH)
