@@ -109,7 +109,7 @@ def _moments(finite: torch.Tensor, absmax: float, *, constant: bool) -> _Moments
     squares = max(0.0, float((deviations * deviations).sum()) / n - rest * rest)
     mean += rest
     std = math.sqrt(squares)
-    l2 = math.sqrt(n) * math.hypot(mean, std)
+    l2 = math.sqrt(float((scaled * scaled).sum()))
     return _Moments(mean / scale, std / scale, l2 / scale)
 
 
