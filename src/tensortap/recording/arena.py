@@ -46,7 +46,7 @@ class Arena:
         self._changed = threading.Condition()
 
     def take(self, nbytes: int, *, alive: Callable[[], bool]) -> Buffer | None:
-        """A buffer of at least `nbytes`, as soon as the limit allows; None once `alive` is false."""
+        """A buffer of at least `nbytes` once the limit allows; None when `alive` turns false."""
         size = _size_class(nbytes)
         with self._changed:
             while True:

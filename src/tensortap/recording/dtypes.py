@@ -1,7 +1,7 @@
 """How a torch dtype is named in a recording, and what safetensors calls it.
 
-A dtype that older safetensors cannot name is stored as plain bytes, a complex one as pairs of reals;
-the row keeps the true dtype, so that what comes back is what was recorded.
+A dtype that older safetensors cannot name is stored as plain bytes, a complex one as pairs of
+reals; the row keeps the true dtype, so that what comes back is what was recorded.
 """
 
 from __future__ import annotations

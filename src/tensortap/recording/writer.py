@@ -138,7 +138,7 @@ class Writer:
             self._spool.put(Line(site, moment, number))
 
     def take(self, tensor: torch.Tensor) -> int:
-        """Take a CPU tensor's values now; the number they are stored under, or -1 after a failure."""
+        """Take a CPU tensor's values now; the number to refer to them by, -1 after a failure."""
         if not self._spool.alive or self._closed:
             return -1
         dtype, shape = tensor.dtype, tuple(tensor.shape)

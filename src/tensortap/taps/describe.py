@@ -94,7 +94,7 @@ class InputLog:
     def see(
         self, moment: tuple[int, int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """The first call of the whole model in a step; later ones (generation) are its own doing."""
+        """The model's first call in a step; later ones (generation) are its own doing."""
         if moment == self._last or len(self.digests) >= _MOST_BATCHES:
             return
         self._last = moment

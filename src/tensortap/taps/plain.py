@@ -3,7 +3,7 @@
 | kind | what is recorded |
 |---|---|
 | sparse | its dense form, when that fits the budget |
-| quantised (also by subclasses that can `dequantize`) | the dequantised values, which the model computes with |
+| quantised (also subclasses that `dequantize`) | the values that the model computes with |
 | nested | jagged: its `.values()`; else each component |
 | DTensor | this rank's local part |
 | other wrapper subclasses | their inner tensors, by name |

@@ -230,7 +230,7 @@ class Recorder:
         self._report()
 
     def flush(self) -> None:
-        """Return when everything recorded so far is on disk, in segments that any reader can open."""
+        """Return when everything recorded so far is on disk, open to any reader."""
         self._must_run()
         self.tap.drain()
         if self._writer is not None:
