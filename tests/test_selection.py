@@ -86,7 +86,10 @@ LAYERS = tuple(f"model.layers.{i}" for i in range(6))
         ("model.lay?rs.1", ("model.layers.1",)),
         (r"re:model\.layers\.[02]", (LAYERS[0], LAYERS[2])),
         (r"re:model\.layers\.\d{1,2}, head", (*LAYERS, "head")),
+        ("{model.norm,head}", ("model.norm", "head")),
+        ("model.layers.{0,*}.attn", tuple(f"{layer}.attn" for layer in LAYERS)),
         ("type:Embedding", ("model.embed_tokens",)),
+        ("type:{Embedding,LayerNorm}", ("model.embed_tokens", "model.norm")),
         ("type:Layer*", (*LAYERS, "model.norm")),
         ("type:torch.nn.modules.normalization.LayerNorm", ("model.norm",)),
         ("head, model.layers.3,first", ("model.layers.0", "model.layers.3", "head")),
@@ -217,6 +220,9 @@ class TestSentences:
         assert selection.names == LAYERS[4:]
         assert any("6, 7" in note for note in selection.notes)
         assert select(net, "model.layers.{4-5}").notes == ()
+        assert select(net, "**.{attn,norm}").notes == ()
+        (far,) = select(net, "model.layers.{0-1000000}").notes
+        assert len(far) < 120
 
     def test_no_blocks(self) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())

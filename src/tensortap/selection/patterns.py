@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -45,38 +45,36 @@ def matcher(pattern: str, names: Iterable[str]) -> Matcher:
     """A test for `re:…`, `type:…`, and globs with ranges; `names` are those of the model."""
     if pattern.startswith("re:"):
         return _regex(pattern[3:])
-    numbers = {number for name in names for number in re.findall(r"\d+", name)}
-    alternatives = _expand(pattern, numbers)
     if pattern.startswith("type:"):
-        return _types([alternative.removeprefix("type:") for alternative in alternatives])
-    tests = [re.compile(_glob(alternative)) for alternative in alternatives]
-    return lambda site: any(test.fullmatch(name) for test in tests for name in site.names)
+        return _types(pattern[5:])
+    test = re.compile(_glob(pattern, names))
+    return lambda site: any(test.fullmatch(name) for name in site.names)
 
 
-def missing_numbers(pattern: str, places: Iterable[Site]) -> list[str]:
+def missing_numbers(pattern: str, names: Sequence[str]) -> list[str]:
     """The numbers of a pattern's one range at which the model has nothing."""
     braces = _BRACES.findall(pattern)
     if len(braces) != 1 or pattern.startswith(("re:", "type:")):
         return []
-    places = list(places)
-    names = [name for site in places for name in site.names]
-    missing = []
-    for number in _wanted(braces[0]):
-        single = _BRACES.sub(lambda _, number=number: number, pattern)  # type: ignore[misc]
-        if not any(map(matcher(single, names), places)):
-            missing.append(number)
-    return missing
+    test = re.compile(_glob(pattern, names))
+    matches = [match for name in names if (match := test.fullmatch(name))]
+    there = {_plain(match.group(1)) for match in matches}
+    return [item for item in _wanted(braces[0]) if item not in there]
+
+
+def _plain(text: str) -> str:
+    return str(int(text)) if text.isdecimal() else text
 
 
 def _wanted(items: str, limit: int = 1024) -> list[str]:
     wanted: list[str] = []
-    for item in items.split(","):
-        if match := _RANGE.fullmatch(item.strip()):
+    for item in map(str.strip, items.split(",")):
+        if match := _RANGE.fullmatch(item):
             low, high = map(int, match.groups())
             wanted += [str(number) for number in range(low, min(high, low + limit) + 1)]
-        else:
-            wanted.append(item.strip())
-    return wanted[:limit]
+        elif not {"*", "?"} & set(item):
+            wanted.append(_plain(item))
+    return wanted
 
 
 def _regex(text: str) -> Matcher:
@@ -89,8 +87,10 @@ def _regex(text: str) -> Matcher:
     return lambda site: any(test.fullmatch(name) for name in site.names)
 
 
-def _types(patterns: Iterable[str]) -> Matcher:
-    wanted = list(patterns)
+def _types(text: str) -> Matcher:
+    wanted = [text]
+    for braces, choices in zip(_BRACES.finditer(text), _choices(text, ()), strict=True):
+        wanted = [w.replace(braces.group(), choice, 1) for w in wanted for choice in choices]
 
     def test(site: Site) -> bool:
         classes = [c for c in type(site.module).__mro__ if issubclass(c, nn.Module)]
@@ -101,41 +101,48 @@ def _types(patterns: Iterable[str]) -> Matcher:
     return test
 
 
-def _expand(pattern: str, numbers: Iterable[str]) -> list[str]:
-    """Write out `{0,4-7}`; a range takes the numbers that occur in the model, so it may be huge."""
-    match = _BRACES.search(pattern)
-    if match is None:
-        if "{" in pattern or "}" in pattern:
-            raise SelectionError(
-                f"The pattern {pattern!r} has a brace without its partner. "
-                "Write a range as in 'model.layers.{0,4-7}'."
-            )
-        return [pattern]
-    choices: list[str] = []
-    for raw in match.group(1).split(","):
-        item = raw.strip()
-        if not item:
-            raise SelectionError(
-                f"The pattern {pattern!r} has an empty item in its braces. "
-                "Write a range as in 'model.layers.{0,4-7}'."
-            )
-        span = _RANGE.fullmatch(item)
-        if span is None:
-            choices.append(item)
-            continue
-        low, high = int(span.group(1)), int(span.group(2))
-        if low > high:
-            raise SelectionError(
-                f"The range {item!r} in {pattern!r} runs backwards. Write '{high}-{low}'."
-            )
-        choices += sorted((n for n in numbers if low <= int(n) <= high), key=int)
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    return [result for choice in choices for result in _expand(f"{head}{choice}{tail}", numbers)]
+def _choices(pattern: str, names: Iterable[str]) -> list[list[str]]:
+    """What stands in each pair of braces.
+
+    A range takes the numbers that occur in the model, so it may reach far beyond it.
+    """
+    if "{" in _BRACES.sub("", pattern) or "}" in _BRACES.sub("", pattern):
+        raise SelectionError(
+            f"The pattern {pattern!r} has a brace without its partner. "
+            "Write a range as in 'model.layers.{0,4-7}'."
+        )
+    found = []
+    for braces in _BRACES.findall(pattern):
+        numbers = {number for name in names for number in re.findall(r"\d+", name)}
+        choices: list[str] = []
+        for item in map(str.strip, braces.split(",")):
+            if not item:
+                raise SelectionError(
+                    f"The pattern {pattern!r} has an empty item in its braces. "
+                    "Write a range as in 'model.layers.{0,4-7}'."
+                )
+            span = _RANGE.fullmatch(item)
+            if span is None:
+                choices.append(item)
+                continue
+            low, high = int(span.group(1)), int(span.group(2))
+            if low > high:
+                raise SelectionError(
+                    f"The range {item!r} in {pattern!r} runs backwards. Write '{high}-{low}'."
+                )
+            choices += sorted((n for n in numbers if low <= int(n) <= high), key=int)
+        found.append(choices)
+    return found
 
 
-def _glob(pattern: str) -> str:
-    """`*` stays inside one dotted part, `**` as a part stands for any number of them, or none."""
-    parts = pattern.split(".")
+def _glob(pattern: str, names: Iterable[str]) -> str:
+    """A regular expression with one group a pair of braces.
+
+    `*` stays inside one dotted part; `**` as a part stands for any number of them, or none.
+    """
+    choices = iter(_choices(pattern, names))
+    # A letter that no name has keeps the place of the braces, which may hold dots.
+    parts = _BRACES.sub("\0", pattern).split(".")
     if parts == ["**"]:
         return ".*"
     regex = ""
@@ -146,11 +153,13 @@ def _glob(pattern: str) -> str:
             continue
         separator = "" if index == 0 or (index == 1 and parts[0] == "**") else r"\."
         regex += separator + _part(part)
+    for choice in choices:
+        regex = regex.replace("\0", f"({'|'.join(map(_part, choice)) or '(?!)'})", 1)
     return regex
 
 
 def _part(part: str) -> str:
-    letters = {"*": "[^.]*", "?": "[^.]"}
+    letters = {"*": "[^.]*", "?": "[^.]", "\0": "\0"}
     if part == "*":
         return "[^.]+"
     return "".join(letters.get(letter, re.escape(letter)) for letter in part)

@@ -90,11 +90,13 @@ class _Chooser:
             return self._word(pattern)
         if exact is not None:
             raise SelectionError(self._container(exact, pattern))
-        found = [site for site in self.called if matcher(pattern, self.by_name)(site)]
+        matches = matcher(pattern, self.by_name)
+        found = [site for site in self.called if matches(site)]
         if not found:
             raise SelectionError(self._no_match(pattern))
-        if missing := missing_numbers(pattern, self.called):
-            self._note(f"{pattern!r} matches nothing at {', '.join(missing)}.")
+        if missing := missing_numbers(pattern, list(self.by_name)):
+            more = f", … ({len(missing)} numbers)" if len(missing) > 8 else ""
+            self._note(f"{pattern!r} matches nothing at {', '.join(missing[:8])}{more}.")
         return found
 
     def _word(self, word: str) -> list[Site]:
