@@ -1,0 +1,55 @@
+"""Consoles that lose nothing: wide and plain when what is printed goes to a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["stderr", "stdout", "table"]
+
+_WIDE = 10_000
+
+
+def stdout() -> Console:
+    """The console for data. Not a terminal: no colour, and as wide as the table needs."""
+    from rich.console import Console
+
+    terminal = sys.stdout.isatty()
+    return Console(
+        file=sys.stdout,
+        width=None if terminal else _WIDE,
+        no_color=None if terminal else True,
+        highlight=False,
+        emoji=False,
+        soft_wrap=not terminal,
+        markup=False,
+    )
+
+
+def stderr() -> Console:
+    """The console for notes and progress."""
+    from rich.console import Console
+
+    return Console(
+        file=sys.stderr, highlight=False, emoji=False, markup=False, soft_wrap=True, stderr=True
+    )
+
+
+def table(*columns: tuple[str, str]) -> Table:
+    """An empty table in the house style; a column is its title and how it is justified."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for title, justify in columns:
+        made.add_column(
+            title,
+            justify=justify,  # type: ignore[arg-type]
+            overflow="fold",
+            no_wrap=justify == "right",
+        )
+    return made

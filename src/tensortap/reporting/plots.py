@@ -1,0 +1,271 @@
+"""The picture of document 000: distribution, first 1000 values, heat map of 100 features."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import MissingExtraError, OptionError, RecordingError
+from . import text
+from .bars import finite_values
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..recording.reader import Record
+
+__all__ = ["Plotted", "plot_record"]
+
+BINS = 100
+FIRST = 1000
+FEATURES = 100
+_POSITIONS = 2048
+_SAMPLED = 1 << 24
+_CLIP = 2  # percent at each end: one massive feature must not hide all others
+_INK, _MUTED, _BLUE = "#1f2933", "#66788a", "#2563a8"
+
+
+@dataclass(frozen=True)
+class Plotted:
+    """Where a picture went, and what it leaves out."""
+
+    path: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """What the heat map shows of a tensor of any number of dimensions."""
+
+    values: Any
+    rows: str
+    columns: str
+    title: str
+
+
+def plot_record(record: Record, path: Path) -> Plotted:
+    """Draw one recorded tensor; `path` decides by its ending between PNG, PDF and SVG."""
+    matplotlib = _matplotlib()
+    tensor = record.tensor()
+    if tensor.numel() == 0:
+        raise RecordingError(
+            f"The {record.where()} is empty (shape {text.shape(record.shape)}): "
+            "there is nothing to plot."
+        )
+    with matplotlib.rc_context(_STYLE):
+        figure, notes = _draw(record, tensor)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=150)
+        except OSError as error:
+            raise OptionError(f"Cannot write {path}: {error.strerror or error}.") from None
+        except ValueError as error:
+            raise OptionError(f"Cannot write {path}: {error}. Use a name as l3.png.") from None
+    return Plotted(str(path), tuple(notes))
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise MissingExtraError("matplotlib", "plot", "Plotting") from None
+    return matplotlib
+
+
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": "#c5ced6",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "axes.formatter.limits": (-4, 5),
+    "axes.formatter.use_mathtext": True,
+}
+
+
+def _draw(record: Record, tensor: torch.Tensor) -> tuple[Any, list[str]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    notes: list[str] = []
+    figure = Figure(figsize=(14, 4.6), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.12, h_pad=0.08)
+    panels = figure.subplots(1, 3, width_ratios=[1, 1.1, 1.25])
+    _distribution(panels[0], tensor, notes)
+    _first_values(panels[1], tensor)
+    _heat_map(figure, panels[2], tensor, notes)
+    figure.suptitle(_title(record), x=0.008, ha="left", fontsize=12, color=_INK)
+    return figure, notes
+
+
+def _title(record: Record) -> str:
+    """Name, shape and dtype; what is not finite is counted, since no panel can show it."""
+    s = record.summary
+    leaf = f" {record.leaf}" if record.leaf else ""
+    name = _fit(f"{text.layer_name(record.layer)} · {record.port}{leaf}", 70)
+    parts = [name, text.shape(record.shape), record.dtype]
+    if record.batch or record.call:
+        parts.append(f"batch {record.batch}, call {record.call}")
+    if s.nan:
+        parts.append(f"{text.count(s.nan)} NaN")
+    if s.posinf + s.neginf:
+        parts.append(f"{text.count(s.posinf + s.neginf)} Inf")
+    return "   ".join(parts).replace("$", r"\$")
+
+
+def _fit(name: str, most: int) -> str:
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _distribution(panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
+    values = finite_values(tensor, _SAMPLED)
+    title = f"Distribution ({BINS} bins)"
+    if tensor.numel() > _SAMPLED:
+        title = f"Distribution (sampled, {BINS} bins)"
+        notes.append(
+            f"The histogram is drawn from every {-(-tensor.numel() // _SAMPLED)}th of "
+            f"{text.count(tensor.numel())} values."
+        )
+    panel.set_title(title)
+    panel.set_xlabel("Value")
+    panel.set_ylabel("Frequency")
+    if not values.size:
+        _say(panel, "no finite values")
+        return
+    low, high = float(values.min()), float(values.max())
+    if high == low or not np.isfinite(high - low):
+        room = max(abs(low) * 0.5, 0.5)
+        low, high = (low - room, high + room) if high == low else (low / 2, high / 2)
+    counts, edges = np.histogram(values.astype(np.float64, copy=False), BINS, (low, high))
+    panel.stairs(counts, edges, fill=True, color=_BLUE)
+    panel.set_xlim(low, high)
+    if _outliers(values, low, high):
+        panel.set_yscale("log")
+        panel.set_ylabel("Frequency (log scale)")
+        panel.set_ylim(0.7, counts.max() * 1.5)
+    else:
+        panel.set_ylim(0, max(1, counts.max()) * 1.05)
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.yaxis.grid(True, color="#e8edf1", linewidth=0.8)
+    panel.set_axisbelow(True)
+
+
+def _outliers(values: Any, low: float, high: float) -> bool:
+    """Whether a few values stretch the axis so far that the others share a handful of bins."""
+    inner = np.percentile(values[:: max(1, values.size >> 20)], [1, 99])
+    return bool(0 < inner[1] - inner[0] < (high - low) / 8)
+
+
+def _first_values(panel: Any, tensor: torch.Tensor) -> None:
+    values = _numbers(tensor.reshape(-1)[:FIRST])
+    if values.ndim > 1:
+        values = values.reshape(-1)[:FIRST]
+    panel.set_title(f"First {len(values)} values" if len(values) > 1 else "The only value")
+    panel.set_xlabel("Index")
+    panel.set_ylabel("Value")
+    if not np.isfinite(values).any():
+        _say(panel, "no finite values")
+        return
+    shown = np.where(np.isfinite(values), values, np.nan)
+    style = {"marker": "o", "markersize": 3} if len(values) < 40 else {}
+    panel.plot(np.arange(len(values)), shown, linewidth=0.7, color=_BLUE, **style)
+    panel.margins(x=0.01)
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.yaxis.grid(True, color="#e8edf1", linewidth=0.8)
+    panel.set_axisbelow(True)
+
+
+def _heat_map(figure: Any, panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
+    import matplotlib
+
+    grid = _grid(tensor)
+    if grid is None:
+        panel.set_title("Heat map")
+        _say(panel, "a single value has no positions")
+        return
+    values = grid.values
+    if values.shape[0] > _POSITIONS:
+        notes.append(f"The heat map shows the first {_POSITIONS} of {values.shape[0]} positions.")
+        values = values[:_POSITIONS]
+    shown = np.ma.masked_invalid(_numbers(values))
+    panel.set_title(grid.title)
+    panel.set_xlabel(grid.columns)
+    panel.set_ylabel(grid.rows)
+    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d64545")
+    limits: dict[str, float] = {}
+    if shown.count():
+        low, high = np.percentile(shown.compressed(), [_CLIP, 100 - _CLIP])
+        if high > low:
+            limits = {"vmin": float(low), "vmax": float(high)}
+    image = panel.imshow(
+        shown, aspect="auto", cmap=colours, interpolation="nearest", origin="upper", **limits
+    )
+    panel.spines[:].set_visible(False)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    if values.shape[0] == 1:
+        panel.set_yticks([])
+    if not shown.count():
+        return
+    beyond = tuple(
+        bool(limits) and bool(out)
+        for out in (
+            shown.min() < limits.get("vmin", -np.inf),
+            shown.max() > limits.get("vmax", np.inf),
+        )
+    )
+    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond)
+    bar = figure.colorbar(image, ax=panel, pad=0.02, aspect=28, extend=extend or "neither")
+    bar.outline.set_visible(False)
+    if extend:
+        bar.set_label(f"Value (colours span the {_CLIP}nd to {100 - _CLIP}th percentile)", size=8)
+
+
+def _grid(tensor: torch.Tensor) -> _Grid | None:
+    """Positions by features: what that means depends on how many dimensions there are."""
+    if tensor.dim() == 0:
+        return None
+    first = f"first {min(FEATURES, tensor.shape[-1])} features"
+    if tensor.dim() == 1:
+        return _Grid(tensor[None, :FEATURES], "", "Feature", f"Heat map ({first})")
+    if tensor.dim() == 2:
+        return _Grid(tensor[:, :FEATURES], "Row", "Feature", f"Heat map ({first})")
+    if tensor.dim() == 3:
+        title = f"Heat map ({first})"
+        return _Grid(tensor[0, :, :FEATURES], "Position", "Feature", title)
+    if tensor.dim() == 4:
+        # A picture or a stack of attention heads: one channel as it lies.
+        title = "Heat map (first sample, channel 0)"
+        return _Grid(tensor[0, 0], "Row", "Column", title)
+    inner = tensor
+    while inner.dim() > 2:
+        inner = inner[0]
+    return _Grid(inner[:, :FEATURES], "Position", "Feature", "Heat map (first of each outer axis)")
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    """Values as float64; a complex one by its magnitude."""
+    import torch
+
+    if tensor.is_complex():
+        tensor = tensor.detach().to(torch.complex128).abs()
+    return tensor.detach().to(torch.float64).numpy()
+
+
+def _say(panel: Any, words: str) -> None:
+    panel.set_xticks([])
+    panel.set_yticks([])
+    panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color=_MUTED)
