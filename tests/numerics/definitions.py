@@ -91,22 +91,23 @@ class Expected:
 
 
 def expected_moments(values: Sequence[float]) -> Expected:
-    finite = [Fraction(v) for v in values if math.isfinite(v)]
-    n = len(finite)
-    mean = sum(finite) / n
-    square = sum(v * v for v in finite)
+    """Exact, in integers over one common denominator (floats have powers of two)."""
+    ratios = [v.as_integer_ratio() for v in values if math.isfinite(v)]
+    unit = max(denominator for _, denominator in ratios)
+    whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
+    n, total, square = len(whole), sum(whole), sum(v * v for v in whole)
     return Expected(
-        mean=float(mean),
-        std=_root(square / n - mean * mean),
-        l2=_root(square),
-        mean_abs=float(sum(abs(v) for v in finite) / n),
+        mean=float(Fraction(total, n * unit)),
+        std=_root(Fraction(n * square - total * total, (n * unit) ** 2)),
+        l2=_root(Fraction(square, unit * unit)),
+        mean_abs=float(Fraction(sum(map(abs, whole)), n * unit)),
     )
 
 
-def bucket_of(value: float) -> int:
-    limit = float(np.finfo(np.float32).max)
-    narrow = np.float32(min(max(float(value), -limit), limit))
-    return int(narrow.view(np.uint32)) >> 19
+def buckets_of(values: Sequence[float]) -> np.ndarray:
+    limit = np.finfo(np.float32).max
+    narrow = np.clip(np.array(values, dtype=np.float64), -limit, limit).astype(np.float32)
+    return np.bincount(narrow.view(np.uint32) >> 19, minlength=BUCKETS)
 
 
 def assert_defines(summary: Summary, tensor: torch.Tensor) -> None:
@@ -121,8 +122,7 @@ def assert_defines(summary: Summary, tensor: torch.Tensor) -> None:
     _assert_format_counts(summary, tensor, finite)
     assert list(map(repr, summary.first)) == [repr(float(v)) for v in values[:10]]
     if summary.histogram is not None:
-        counts = np.bincount([bucket_of(v) for v in finite], minlength=BUCKETS)
-        assert np.array_equal(summary.histogram.counts, counts)
+        assert np.array_equal(summary.histogram.counts, buckets_of(finite))
     if not finite:
         moments = (summary.mean, summary.std, summary.min, summary.max, summary.absmax)
         assert all(map(math.isnan, moments)) and summary.l2 == 0.0

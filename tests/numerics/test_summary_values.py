@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from tensortap.numerics.native import core
 from tensortap.numerics.summary import Summary
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 backends = pytest.mark.parametrize("backend", BACKENDS)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ISAS = range(len(core.isas())) if core is not None else range(0)
@@ -52,7 +53,7 @@ def noise(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @backends
 @dtypes
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.binary(max_size=300))
 def test_any_bytes(backend: str, dtype: torch.dtype, data: bytes) -> None:
     tensor = from_bytes(data, dtype)
@@ -68,7 +69,7 @@ HARD = [
 
 @backends
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     values=st.lists(st.sampled_from(HARD), min_size=1, max_size=12),
     repeat=st.sampled_from([1, 2, 7, 33]),
