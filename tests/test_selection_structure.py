@@ -205,6 +205,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...], str | None, str
         lambda: nn.ModuleDict({"layers": nn.ModuleList(ExpertLayer() for _ in range(3))}),
         numbered("layers"), None, None,
     ),
+    "a lone head in a list of its own": (
+        lambda: nn.ModuleDict({
+            "layers": nn.ModuleList(Residual(4, 4) for _ in range(3)),
+            "heads": nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))]),
+        }),
+        numbered("layers"), None, None,
+    ),
     "a plain perceptron": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (), None, None,
     ),
