@@ -6,12 +6,13 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from definitions import BACKENDS, assert_defines
 
+import tensortap.numerics.backend as backend
 import tensortap.numerics.native as native
 from tensortap.errors import OptionError
 from tensortap.numerics import summarize
@@ -19,6 +20,13 @@ from tensortap.numerics.backend import describe, pick
 from tensortap.numerics.reference import ReferenceBackend
 
 needs_core = pytest.mark.skipif(native.core is None, reason="the core is not built")
+
+
+@pytest.fixture(autouse=True)
+def read_the_environment_anew() -> Iterator[None]:
+    backend._forced.cache_clear()
+    yield
+    backend._forced.cache_clear()
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -116,6 +124,7 @@ def test_the_core_takes_plain_cpu_tensors_alone(monkeypatch: pytest.MonkeyPatch)
     assert pick(VIEWS["subclass"]()).name == "reference"
     assert pick(torch.eye(2).to_sparse()).name == "reference"
     monkeypatch.setenv("TENSORTAP_BACKEND", "reference")
+    backend._forced.cache_clear()
     assert isinstance(pick(torch.ones(3)), ReferenceBackend)
 
 
@@ -135,6 +144,7 @@ def test_without_the_core_everything_still_works(monkeypatch: pytest.MonkeyPatch
     assert (report["backend"], report["isa"]) == ("reference", None)
     assert "no such file" in report["why"]
     monkeypatch.setenv("TENSORTAP_BACKEND", "native")
+    backend._forced.cache_clear()
     with pytest.raises(OptionError, match=r"asks for the native backend, but .*no such file"):
         pick(torch.ones(1))
 

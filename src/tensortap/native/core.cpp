@@ -96,7 +96,7 @@ std::uint64_t py_plain_read(std::uintptr_t src, std::size_t nbytes, int threads)
     const auto* p = reinterpret_cast<const char*>(src);
     const std::size_t parts = (nbytes + kPart - 1) / kPart;
     const Kernels& kernels = active_kernels();
-    const int team = thread_count(threads, nbytes >> 18);
+    const int team = thread_count(threads, nbytes >> 19);
     std::uint64_t result = 0;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic, 2) reduction(| : result) num_threads(team) if (team > 1)

@@ -226,8 +226,8 @@ void summarize(const Kernels& kernels, const void* data, std::size_t n, int dtyp
   const auto* bytes = static_cast<const char*>(data);
   for (std::size_t k = 0; k < kFirst; ++k)
     out[kColumns + k] = k < n ? decode_element(dtype, data, k) : kNan;
-  // Waking the others costs more than a chunk or two.
-  const std::size_t tasks = n * element_size(dtype) >> 18;
+  // Waking the others costs more than half a megabyte's worth of work.
+  const std::size_t tasks = n * element_size(dtype) >> 19;
   threads = thread_count(threads, tasks);
   if (is_byte(dtype)) {
     write_row(run_bytes(kernels, bytes, n, dtype, histogram, threads), n, 1.0, out);

@@ -1,13 +1,14 @@
 """Who computes: the registry of numerics backends, and the choice among them.
 
 `TENSORTAP_BACKEND=native|reference` forces one, for tests and for ruling the core out when
-something looks wrong.
+something looks wrong; it is read once.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -45,6 +46,7 @@ if native.core is not None:
 _VARIABLE = "TENSORTAP_BACKEND"
 
 
+@cache  # since looking up the environment takes as long as summarising a small tensor
 def _forced() -> str | None:
     name = os.environ.get(_VARIABLE)
     if not name:

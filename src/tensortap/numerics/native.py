@@ -65,9 +65,9 @@ def suits(tensor: torch.Tensor) -> bool:
     """
     return (
         core is not None
-        and tensor.dtype in CODES
         and type(tensor) in _PLAIN_TYPES
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
+        and tensor.dtype in CODES
         and tensor.layout is torch.strided
     )
 
@@ -81,9 +81,9 @@ def summarize_into(
     means as many as torch uses. Returns False, having written nothing, when the tensor is not one
     whose memory can be read in order: then `NativeBackend.summarize_row` takes the longer way.
     """
-    if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-        return False
     code, parts = CODES[tensor.dtype]
+    if not tensor.is_contiguous() or tensor.is_neg() or (parts == 2 and tensor.is_conj()):
+        return False
     core.summarize(  # type: ignore[union-attr]
         tensor.data_ptr(), tensor.numel() * parts, code, out_ptr, histogram_ptr, threads
     )
