@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ..errors import OptionError, SelectionError
 
 if TYPE_CHECKING:
-    from ..recording.reader import Record, Recording
+    from ..recording.reader import Layer, Record, Recording
     from ..recording.schema import Port
 
-__all__ = ["choose_layers", "choose_port", "choose_records"]
+__all__ = ["choose_layers", "choose_port", "choose_records", "find_layer"]
 
 
 def choose_layers(recording: Recording, patterns: Sequence[str]) -> list[str]:
@@ -75,6 +75,11 @@ def _no_match(recording: Recording, pattern: str) -> SelectionError:
     except SelectionError as error:
         return error
     return SelectionError(f"No layer of {recording.path} matches '{pattern}'.")
+
+
+def find_layer(recording: Recording, name: str) -> Layer:
+    """A layer by name or alias; the root module, which has no name, also as `(root)`."""
+    return recording["" if name == "(root)" and name not in recording else name]
 
 
 def choose_port(name: str | None) -> Port | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ..numerics.summary import Summary
     from ..recording.reader import Layer, Record, Recording
+    from ..recording.schema import Port
 
 __all__ = ["Change", "LayerView", "Section", "print_layer", "view_layer"]
 
@@ -99,17 +100,26 @@ class LayerView:
         }
 
 
-def view_layer(recording: Recording, layer: Layer, records: Sequence[Record]) -> LayerView:
+def view_layer(
+    recording: Recording,
+    layer: Layer,
+    records: Sequence[Record],
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayerView:
     """Look at a layer through these of its records: of each port and leaf the first."""
-    first: dict[tuple[str, str, int], Record] = {}
-    totals: dict[tuple[str, str, int], int] = {}
+    first: dict[tuple[Port, str, int], Record] = {}
+    totals: dict[tuple[Port, str, int], int] = {}
     for record in records:
         key = (record.port, record.leaf, record.rank)
         first.setdefault(key, record)
         totals[key] = totals.get(key, 0) + 1
-    sections = tuple(_section(record, totals[key] - 1) for key, record in first.items())
+    sections = []
+    for number, (key, record) in enumerate(first.items()):
+        progress(number, len(first))
+        sections.append(_section(record, totals[key] - 1))
     output = next((record for record in first.values() if record.port == "output"), None)
-    return LayerView(layer, sections, _changes(recording, output) if output else ())
+    return LayerView(layer, tuple(sections), _changes(recording, output) if output else ())
 
 
 def _section(record: Record, others: int) -> Section:

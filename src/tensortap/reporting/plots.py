@@ -201,8 +201,9 @@ def _heat_map(figure: Any, panel: Any, tensor: torch.Tensor, notes: list[str]) -
         notes.append(f"The heat map shows the first {_POSITIONS} of {values.shape[0]} positions.")
         values = values[:_POSITIONS]
     shown = np.ma.masked_invalid(_numbers(values))
+    masked = shown.count() < shown.size
     panel.set_title(grid.title)
-    panel.set_xlabel(grid.columns)
+    panel.set_xlabel(f"{grid.columns} (red: NaN or Inf)" if masked else grid.columns)
     panel.set_ylabel(grid.rows)
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d64545")
     limits: dict[str, float] = {}
@@ -220,17 +221,12 @@ def _heat_map(figure: Any, panel: Any, tensor: torch.Tensor, notes: list[str]) -
         panel.set_yticks([])
     if not shown.count():
         return
-    beyond = tuple(
-        bool(limits) and bool(out)
-        for out in (
-            shown.min() < limits.get("vmin", -np.inf),
-            shown.max() > limits.get("vmax", np.inf),
-        )
-    )
-    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond)
-    bar = figure.colorbar(image, ax=panel, pad=0.02, aspect=28, extend=extend or "neither")
+    below = bool(limits and shown.min() < limits["vmin"])
+    above = bool(limits and shown.max() > limits["vmax"])
+    extend = "both" if below and above else "min" if below else "max" if above else "neither"
+    bar = figure.colorbar(image, ax=panel, pad=0.02, aspect=28, extend=extend)
     bar.outline.set_visible(False)
-    if extend:
+    if extend != "neither":
         bar.set_label(f"Value (colours span the {_CLIP}nd to {100 - _CLIP}th percentile)", size=8)
 
 

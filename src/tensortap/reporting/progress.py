@@ -1,19 +1,21 @@
-"""Progress that stays out of the way: nothing in the first two seconds, and never on stdout."""
+"""Progress that stays out of the way: nothing in the first two seconds, and never on stdout.
+
+A thread does the showing, so that a single long step (quantiles of a huge tensor) is shown too, and
+saying how far things are costs nothing.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
 
 __all__ = ["ProgressLine", "progress"]
 
-_QUIET = 2.0
-_EVERY = 10.0
+QUIET = 2.0
+EVERY = 10.0
+_REFRESH = 0.2
 
 
 class ProgressLine:
@@ -21,12 +23,14 @@ class ProgressLine:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self._start = self._last = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._done = 0
+        self._total: int | None = None
+        self._start = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="tensortap-progress", daemon=True)
 
     def __enter__(self) -> ProgressLine:
+        self._thread.start()
         return self
 
     def __exit__(
@@ -35,47 +39,43 @@ class ProgressLine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._ended.set()
+        self._thread.join()
 
     def __call__(self, done: int, total: int | None) -> None:
-        now = time.monotonic()
-        if self._bar is None and now - self._start < _QUIET:
+        self._done, self._total = done, total
+
+    def _show(self) -> None:
+        if self._ended.wait(QUIET):
             return
-        if self._terminal:
-            self._show(done, total)
-        elif now - self._last >= _EVERY:
-            self._last = now
-            of = f" of {total}" if total is not None else ""
-            print(f"{self.what}: {done}{of}, {now - self._start:.0f} s", file=sys.stderr)  # noqa: T201
+        if sys.stderr.isatty():
+            self._bar()
+        else:
+            self._lines()
 
-    def _show(self, done: int, total: int | None) -> None:
-        if self._bar is None:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                Progress,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
+    def _lines(self) -> None:
+        while not self._ended.wait(EVERY):
+            of = f" of {self._total}" if self._total else ""
+            seconds = time.monotonic() - self._start
+            print(f"{self.what}: {self._done}{of}, {seconds:.0f} s", file=sys.stderr)  # noqa: T201
 
-            from .console import stderr
+    def _bar(self) -> None:
+        from rich import progress as rich_progress
 
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                console=stderr(),
-                transient=True,
-            )
-            self._task = self._bar.add_task(self.what, total=total)
-            self._bar.start()
-        assert self._task is not None
-        self._bar.update(self._task, completed=done, total=total)
+        from .console import stderr
+
+        with rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeElapsedColumn(),
+            rich_progress.TimeRemainingColumn(),
+            console=stderr(),
+            transient=True,
+        ) as bar:
+            task = bar.add_task(self.what, total=self._total)
+            while not self._ended.wait(_REFRESH):
+                bar.update(task, completed=self._done, total=self._total)
 
 
 def progress(what: str) -> ProgressLine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,23 @@ class LayerRow:
         return {**result, **{key: value for key, value in moments.items() if value is not None}}
 
 
-def layer_rows(records: Sequence[Record], *, each: bool = False) -> list[LayerRow]:
+def layer_rows(
+    records: Sequence[Record],
+    *,
+    each: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[LayerRow]:
     """Rows in order of execution; without `each`, the records of one site are merged into one."""
-    if each:
-        return [_row([record]) for record in records]
-    groups: dict[tuple[str, str, str, int], list[Record]] = {}
-    for record in records:
-        key = (record.layer, record.port, record.leaf, record.rank)
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for number, record in enumerate(records):
+        key = (number,) if each else (record.layer, record.port, record.leaf, record.rank)
         groups.setdefault(key, []).append(record)
-    return [_row(group) for group in groups.values()]
+    rows = []
+    for number, group in enumerate(groups.values()):
+        if progress is not None:
+            progress(number, len(groups))
+        rows.append(_row(group))
+    return rows
 
 
 def _row(records: Sequence[Record]) -> LayerRow:

@@ -7,12 +7,12 @@ import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ... import __version__
 from ...errors import LayoutError, OptionError, RecordingError
 from ..schema import MANIFEST, Manifest
 from ..writer import Writer, now, prepare
@@ -90,12 +90,8 @@ def _choose(trees: Sequence[Tree], mode: str | None, path: Path) -> list[Tree]:
 
 
 def _manifest(tree: Tree, layout: str, source: str, mode: str | None) -> Manifest:
-    try:
-        version = metadata.version("tensortap")
-    except metadata.PackageNotFoundError:
-        version = "unknown"
     return Manifest(
-        tool=f"tensortap {version}",
+        tool=f"tensortap {__version__}",
         torch=torch.__version__,
         python=platform.python_version(),
         created=now(),
@@ -125,7 +121,7 @@ def _write(
         whole = True
     finally:
         writer.close("complete" if whole else "failed")
-        if not whole:
+        if not whole or writer.failure is not None:
             prepare(writer.store, overwrite=True)
             with contextlib.suppress(OSError):
                 Path(place).rmdir()

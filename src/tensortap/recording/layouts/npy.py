@@ -186,7 +186,7 @@ def open_npy(path: Path) -> Array:
 def unreadable(where: str, error: Exception) -> str:
     """The sentence for what numpy could not read."""
     text = str(error).strip()
-    if "Object arrays" in text or "pickle" in text.lower():
+    if "bject arrays" in text or "Python objects" in text or "pickle" in text.lower():
         return f"{where} holds Python objects, or is no array; tensortap never unpickles."
     line = text.splitlines()[0][:200] if text else type(error).__name__
     return f"{where} is corrupt or no array: {line}"

@@ -1,0 +1,83 @@
+"""`tensortap check`: what is unhealthy in a recording."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .common import (
+    DONE,
+    UNHEALTHY,
+    Folder,
+    JsonOption,
+    PartialOption,
+    open_recording,
+    print_json,
+    print_notes,
+    say,
+)
+
+
+def check(
+    folder: Folder,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit 1 on warnings too.")] = False,
+    max_mean: Annotated[
+        float, typer.Option(help="Warn of a mean beyond ± this.", show_default=True)
+    ] = 10.0,
+    max_jump: Annotated[
+        float, typer.Option(help="Warn of adjacent blocks that differ by more than this.")
+    ] = 10.0,
+    max_abs: Annotated[
+        float, typer.Option(help="Warn of a value whose magnitude is beyond this.")
+    ] = float("inf"),
+    max_saturated: Annotated[
+        float, typer.Option(help="Warn of more than this share at the dtype's largest value.")
+    ] = 0.01,
+    max_underflow: Annotated[
+        float, typer.Option(help="Warn of more than this share of subnormal values.")
+    ] = 0.5,
+    partial: PartialOption = False,
+    json: JsonOption = False,
+) -> int:
+    """List what is unhealthy; exit 1 when there are errors."""
+    from ..recording.health import Limits
+    from ..reporting.progress import progress
+
+    recording = open_recording(folder, partial=partial)
+    limits = Limits(
+        max_mean=max_mean,
+        max_jump=max_jump,
+        max_abs=max_abs,
+        max_saturated=max_saturated,
+        max_underflow=max_underflow,
+    )
+    with progress(f"Checking {len(recording)} layers"):
+        findings = recording.check(limits)
+    errors = sum(finding.severity == "error" for finding in findings)
+    warnings = len(findings) - errors
+    if json:
+        print_json(
+            {
+                "path": recording.path,
+                "errors": errors,
+                "warnings": warnings,
+                "limits": limits.to_dict(),
+                "findings": [finding.to_dict() for finding in findings],
+                "notes": recording.notes,
+            }
+        )
+    else:
+        from ..reporting.console import stdout
+        from ..reporting.tables import findings_table
+        from ..reporting.text import plural
+
+        if findings:
+            stdout().print(findings_table(findings))
+        layers = plural(len(recording), "layer")
+        found = (
+            f"{plural(errors, 'error')}, {plural(warnings, 'warning')}" if findings else "healthy"
+        )
+        say(f"{layers}: {found}")
+    print_notes(recording.notes)
+    return UNHEALTHY if errors or (strict and warnings) else DONE

@@ -1,0 +1,179 @@
+"""`tensortap record`: run a target and record its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import OptionError
+from .common import (
+    JsonOption,
+    LayersOption,
+    OverwriteOption,
+    note,
+    parse_size,
+    print_json,
+    print_notes,
+    say,
+)
+from .running import Settings, record_target
+
+if TYPE_CHECKING:
+    from ..recording.reader import Recording
+    from ..targets import Target
+
+_GIVEN = "given to the target's function"
+
+
+def record(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="file.py:function, package.module:function or hf:DIR."
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="DIR", help="The recording's folder or URL."),
+    ] = None,
+    layers: LayersOption = None,
+    inputs: Annotated[bool, typer.Option("--inputs", help="Also record inputs.")] = False,
+    outputs: Annotated[bool, typer.Option("--outputs/--no-outputs", help="Record outputs.")] = True,
+    grads: Annotated[
+        bool, typer.Option("--grads", help="Also run backward and record gradients.")
+    ] = False,
+    keep: Annotated[
+        str, typer.Option("--keep", help="tensors, or summary for statistics alone.")
+    ] = "tensors",
+    histograms: Annotated[
+        bool, typer.Option("--histograms", help="Keep a histogram in each summary.")
+    ] = False,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="SIZE", help="The most extra memory.")
+    ] = "1GiB",
+    overwrite: OverwriteOption = False,
+    early_stop: Annotated[
+        bool,
+        typer.Option("--early-stop/--no-early-stop", help="Stop behind the last selected layer."),
+    ] = True,
+    mode: Annotated[str | None, typer.Option("--mode", help=f"The variant, {_GIVEN}.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", help=f"The sequence length, {_GIVEN}.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", help=f"How many samples, {_GIVEN}.")
+    ] = None,
+    device: Annotated[str | None, typer.Option("--device", help=f"Where, {_GIVEN}.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help=f"The seed, {_GIVEN}.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help=f"Any option, {_GIVEN}. Repeatable."),
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="hf: a batch. Repeatable."),
+    ] = None,
+    input_ids: Annotated[
+        Path | None, typer.Option("--input-ids", metavar="FILE", help="hf: token ids.")
+    ] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Show what would be recorded, without running.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at once when recording fails.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Run a model and record the tensors of its layers."""
+    if keep not in ("tensors", "summary"):
+        raise OptionError(f"--keep must be tensors or summary, got {keep!r}.")
+    if output is None and not plan:
+        raise OptionError("Where should the recording go? Give a folder with -o DIR.")
+    settings = Settings(
+        layers=tuple(layers or ()),
+        inputs=inputs,
+        outputs=outputs,
+        grads=grads,
+        keep="tensors" if keep == "tensors" else "summary",
+        histograms=histograms,
+        budget=parse_size(budget),
+        overwrite=overwrite,
+        early_stop=early_stop,
+        strict=strict,
+    )
+    options: dict[str, Any] = {
+        "mode": mode,
+        "seq_len": seq_len,
+        "samples": samples,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    from ..reporting.progress import progress
+    from ..targets import load_target
+
+    if seed is not None:
+        import torch
+
+        torch.manual_seed(seed)
+    loaded = load_target(target, options, sets or (), prompts=prompts or (), input_ids=input_ids)
+    print_notes(loaded.notes)
+    if plan:
+        _plan(loaded, settings, json)
+        return
+    assert output is not None
+    with progress("Recording") as advance:
+        recording, seconds = record_target(loaded, output, settings, advance)
+    _report(recording, seconds, json)
+
+
+def _report(recording: Recording, seconds: float, as_json: bool) -> None:
+    from ..reporting.text import plural, size
+
+    if as_json:
+        print_json(
+            {
+                "path": recording.path,
+                "status": recording.status,
+                "mode": recording.manifest.mode,
+                "layers": len(recording),
+                "records": len(recording.records),
+                "nbytes": recording.nbytes,
+                "seconds": seconds,
+                "notes": recording.notes,
+            }
+        )
+    else:
+        layers = plural(len(recording), "layer")
+        records = plural(len(recording.records), "record")
+        say(
+            f"Recorded {layers}, {records}, {size(recording.nbytes)} to {recording.path} "
+            f"in {seconds:.1f} s"
+        )
+    print_notes(recording.notes)
+    if not as_json:
+        typer.echo(f"next: tensortap show {recording.path}", err=True)
+
+
+def _plan(target: Target, settings: Settings, as_json: bool) -> None:
+    from ..reporting.plans import plan_table, plan_target
+
+    plan = plan_target(target, settings.layers, inputs=settings.inputs, outputs=settings.outputs)
+    if as_json:
+        print_json(plan.to_dict(keep=settings.keep))
+    else:
+        from ..reporting.console import stdout
+
+        stdout().print(plan_table(plan))
+        say(plan.sentence(keep=settings.keep))
+        last = plan.last_layer
+        if settings.early_stop and not settings.grads and target.run is None and last:
+            say(f"The model would run no further than '{last}' (--no-early-stop to run on).")
+    print_notes(plan.notes)
+    if settings.grads:
+        note("Gradients come on top: as many bytes again as the outputs, and inputs, they are of.")

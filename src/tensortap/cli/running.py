@@ -1,0 +1,134 @@
+"""Runs a target under a recorder; what `record` and `demo` share."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import RecordingError, TapError, TargetError
+
+if TYPE_CHECKING:
+    from ..recording.reader import Recording
+    from ..taps import Recorder
+    from ..targets import Batch, Target
+
+__all__ = ["Settings", "record_target"]
+
+_BACKWARD = (
+    "Gradients are those of the output's loss where it has one, else of the mean of its first "
+    "floating-point tensor."
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to record, as the command line has it."""
+
+    layers: tuple[str, ...] = ()
+    inputs: bool = False
+    outputs: bool = True
+    grads: bool = False
+    keep: Literal["tensors", "summary"] = "tensors"
+    histograms: bool = False
+    budget: int = 1 << 30
+    overwrite: bool = False
+    early_stop: bool = True
+    strict: bool = False
+
+
+def record_target(
+    target: Target, path: str, settings: Settings, progress: Callable[[int, int | None], None]
+) -> tuple[Recording, float]:
+    """Run every batch of a target under a recorder: the recording, and the seconds it took."""
+    import torch
+
+    from ..recording import reader
+    from ..taps import TapWarning, record
+
+    about: dict[str, Any] = {"spec": target.name, "prompt": target.prompt}
+    if target.config is not None:
+        about["config"] = target.config
+    recorder = record(
+        target.model,
+        path,
+        layers=list(settings.layers) or "blocks",
+        inputs=settings.inputs,
+        outputs=settings.outputs,
+        grads=settings.grads,
+        keep=settings.keep,
+        budget=settings.budget,
+        histograms=settings.histograms,
+        overwrite=settings.overwrite,
+        strict=settings.strict,
+        mode=target.mode,
+        target=about,
+    )
+    if settings.grads:
+        recorder.tap.notes.append(_BACKWARD)
+    start = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TapWarning)  # a failure is said once, as the exit's reason
+        with torch.set_grad_enabled(settings.grads), recorder:
+            for index, batch in enumerate(target.batches):
+                progress(index, len(target.batches))
+                _run(recorder, target, batch, settings, index)
+                if recorder.failure is not None:
+                    break
+                recorder.step()
+    progress(len(target.batches), len(target.batches))
+    if recorder.failure is not None:
+        raise RecordingError(f"The recording to {path} failed: {recorder.failure}.")
+    recording = reader.open(path)
+    if not recording.layers:
+        raise RecordingError(f"Nothing was recorded to {path}. {' '.join(recording.notes)}")
+    return recording, time.monotonic() - start
+
+
+def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, index: int) -> None:
+    """Run one batch; what the user's model raises is said with its place."""
+    try:
+        if target.run is not None:
+            output = target(batch)
+        else:
+            stop = settings.early_stop and not settings.grads
+            output = recorder.run(*batch.args, early_stop=stop, **batch.kwargs)
+        if settings.grads:
+            _backward(output)
+            target.model.zero_grad(set_to_none=True)
+    except TapError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise TargetError(
+            f"The model failed in batch {index}: {type(error).__name__}: "
+            f"{lines[0] if lines else 'no message'} ({frame.filename}:{frame.lineno}). "
+            "What was recorded until then is kept. Set TENSORTAP_TRACEBACK=1 for the traceback."
+        ) from error
+
+
+def _backward(output: Any) -> None:
+    import torch
+
+    from ..taps.leaves import flatten
+
+    tensors = [(leaf, tensor) for leaf, tensor in flatten(output) if tensor is not None]
+    losses = [
+        tensor
+        for leaf, tensor in tensors
+        if leaf in (".loss", "['loss']") and tensor.numel() == 1 and tensor.is_floating_point()
+    ]
+    floats = losses or [tensor for _, tensor in tensors if tensor.is_floating_point()]
+    if not floats:
+        raise TargetError("The model returned no floating-point tensor, so there are no gradients.")
+    value = floats[0].sum() if losses else floats[0].mean()
+    if not value.requires_grad:
+        raise TargetError(
+            "The model's output does not depend on anything that requires gradients. "
+            "Check that its parameters require them and that it does not run under no_grad."
+        )
+    torch.autograd.backward(value)

@@ -1,0 +1,111 @@
+"""`tensortap show`: the layers of a recording, or one of them in detail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import (
+    BatchOption,
+    CallOption,
+    Folder,
+    JsonOption,
+    LayersOption,
+    PartialOption,
+    PortOption,
+    open_recording,
+    print_json,
+    print_notes,
+)
+
+if TYPE_CHECKING:
+    from ..recording.reader import Recording
+
+
+def show(
+    folder: Folder,
+    layer: Annotated[
+        str | None, typer.Argument(metavar="[LAYER]", help="One layer, in detail.")
+    ] = None,
+    layers: LayersOption = None,
+    port: PortOption = None,
+    batch: BatchOption = None,
+    call: CallOption = None,
+    each: Annotated[
+        bool, typer.Option("--each", help="A row a record, instead of merged rows.")
+    ] = False,
+    partial: PartialOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Show the layers of a recording, or one layer in detail."""
+    recording = open_recording(folder, partial=partial)
+    if layer is None:
+        _all(recording, layers or [], port, batch, call, each, json)
+    else:
+        _one(recording, layer, port, batch, call, json)
+    print_notes(recording.notes)
+
+
+def _all(
+    recording: Recording,
+    patterns: list[str],
+    port: str | None,
+    batch: int | None,
+    call: int | None,
+    each: bool,
+    as_json: bool,
+) -> None:
+    from ..reporting.choose import choose_layers, choose_port, choose_records
+    from ..reporting.progress import progress
+    from ..reporting.tables import header, layer_rows, layers_table
+
+    wanted = set(choose_layers(recording, patterns))
+    records = choose_records(
+        (record for record in recording.records if record.layer in wanted),
+        port=choose_port(port),
+        batch=batch,
+        call=call,
+    )
+    with progress("Reading") as advance:
+        rows = layer_rows(records, each=each, progress=advance)
+    if as_json:
+        print_json(
+            {
+                "path": recording.path,
+                "status": recording.status,
+                "mode": recording.manifest.mode,
+                "notes": recording.notes,
+                "layers": [row.to_dict() for row in rows],
+            }
+        )
+        return
+    from ..reporting.console import stdout
+
+    console = stdout()
+    console.print(header(recording), style="dim")
+    console.print(layers_table(rows, each=each))
+
+
+def _one(
+    recording: Recording,
+    name: str,
+    port: str | None,
+    batch: int | None,
+    call: int | None,
+    as_json: bool,
+) -> None:
+    from ..reporting.choose import choose_port, choose_records, find_layer
+    from ..reporting.layer import print_layer, view_layer
+    from ..reporting.progress import progress
+
+    layer = find_layer(recording, name)
+    records = choose_records(layer.records, port=choose_port(port), batch=batch, call=call)
+    with progress("Reading") as advance:
+        view = view_layer(recording, layer, records, progress=advance)
+    if as_json:
+        print_json({"path": recording.path, "notes": recording.notes, **view.to_dict()})
+        return
+    from ..reporting.console import stdout
+
+    print_layer(stdout(), view)
