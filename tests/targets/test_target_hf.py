@@ -263,16 +263,15 @@ class TestSentences:
         self.fails(llama, "no tokenizer", "--input-ids")
 
     def test_code_in_the_folder_is_not_run(self, llama: Path) -> None:
-        (llama / "modeling_evil.py").write_text(
-            "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
-        )
+        ran = llama / "ran"  # by its full path: transformers runs a copy elsewhere
+        (llama / "modeling_evil.py").write_text(f"open({str(ran)!r}, 'w').close()\n")
         edit_config(
             llama,
             model_type="evil",
             auto_map={"AutoConfig": "modeling_evil.C", "AutoModel": "modeling_evil.M"},
         )
         self.fails(llama, "not run")
-        assert not (llama / "ran").exists()
+        assert not ran.exists()
 
     def test_a_model_that_takes_no_tokens(self, tmp_path: Path) -> None:
         sizes = {k: v for k, v in SIZES.items() if k.startswith(("hidden", "inter", "num"))}
