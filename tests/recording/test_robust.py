@@ -194,7 +194,7 @@ def test_a_recording_is_not_overwritten_unasked(net, ids, tmp_path) -> None:
     (tmp_path / "r" / "mine.txt").write_text("keep me")
     with tap.record(net, tmp_path / "r"):
         net(ids)
-    with pytest.raises(tap.TapError, match="already holds a recording.*--overwrite"):
+    with pytest.raises(tap.TapError, match=r"already holds a recording.*--overwrite"):
         tap.record(net, tmp_path / "r")
     with tap.record(net, tmp_path / "r", layers="head", overwrite=True):
         net(ids)
@@ -313,7 +313,7 @@ def test_what_is_no_recording_says_what_to_do(net, ids, tmp_path) -> None:
 def test_a_segment_that_leads_out_of_its_folder_is_refused(two_segments, tmp_path) -> None:
     segment = two_segments / "segment-r000-000001.safetensors"
     outside = tmp_path / "outside.safetensors"
-    os.replace(segment, outside)
+    segment.replace(outside)
     segment.symlink_to(outside)
     with pytest.raises(tap.TapError, match="leads out of its folder"):
         tap.open(two_segments)

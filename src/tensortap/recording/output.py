@@ -35,13 +35,9 @@ class SegmentOutput:
         self._allocated = 0
 
     @property
-    def streaming(self) -> bool:
-        return self._fd >= 0
-
-    @property
     def full(self) -> bool:
-        """Whether the header has outgrown its room, so that this segment must be sealed."""
-        return self.streaming and self.builder.estimate > RESERVED * 3 // 4
+        """Whether the header nears the end of its room, so that this segment must be sealed."""
+        return self.builder.estimate > RESERVED * 3 // 4
 
     def append(self, start: int, data: memoryview) -> None:
         """Write bytes at an offset of the data part."""

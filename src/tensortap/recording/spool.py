@@ -1,4 +1,4 @@
-"""The writer's thread: takes items in order, summarises tensors, fills and seals segments.
+"""The writer's thread: takes parcels in order, summarises tensors, fills and seals segments.
 
 Only this thread touches the open segment, so nothing here needs a lock. The first error ends it:
 what was sealed stays readable, whoever waits is released, and the reason is kept.
@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,69 +18,26 @@ import torch
 
 from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH, Summary
-from .arena import Arena, Buffer
+from .arena import Arena
 from .dtypes import from_bytes, storage_of
 from .output import SegmentOutput
+from .parcel import Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
 from .rows import fill_row
 from .schema import Site
 from .segment import tensor_id
 from .store import Store
 
-__all__ = ["REMEMBERED", "Blob", "Flush", "Item", "Line", "Moment", "Slab", "Spool"]
+__all__ = ["REMEMBERED", "Spool"]
 
 REMEMBERED = 1 << 16
 """How many stored tensors are remembered, so that content seen again is not stored again."""
 
-Moment = tuple[int, int, int, int]
-"""(order, epoch, batch, call)"""
-
 _DIRECT_PIECE = 16 << 20
 
 
-@dataclass(eq=False)
-class Blob:
-    """A tensor to store: its bytes wait in a buffer, or in the caller's tensor while it waits."""
-
-    number: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    buffer: Buffer | None = None
-    direct: torch.Tensor | None = None
-    done: threading.Event | None = None
-
-
-@dataclass(eq=False)
-class Line:
-    """A row that refers to a stored tensor."""
-
-    site: int
-    moment: Moment
-    number: int
-
-
-@dataclass(eq=False)
-class Slab:
-    """Rows of summaries alone: one line of float64 numbers each."""
-
-    table: np.ndarray[Any, Any]
-    rows: list[tuple[int, Moment]] = field(default_factory=list)
-    histograms: list[tuple[int, Histogram]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Flush:
-    """Seal what is there, and say when it is done."""
-
-    done: threading.Event
-    sync: bool = False
-
-
-Item = Blob | Line | Slab | Flush | None
-
-
 class Spool:
-    """Turns a queue of items into segments, in a thread of its own."""
+    """Turns a queue of parcels into segments, in a thread of its own."""
 
     def __init__(
         self,
@@ -93,9 +49,10 @@ class Spool:
         seal_size: int,
         seal_after: float,
         histograms: bool,
-        pending: Callable[[], Slab | None],
+        pending: Callable[[], Parcel | None],
     ) -> None:
         self.failure: str | None = None
+        self.alive = True
         self.names: list[str] = []
         self._store = store
         self._arena = arena
@@ -105,7 +62,7 @@ class Spool:
         self._seal_after = seal_after
         self._histograms = histograms
         self._pending = pending
-        self._queue: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Parcel | Flush | None] = queue.SimpleQueue()
         self._output: SegmentOutput | None = None
         self._deadline = 0.0
         self._summaries: OrderedDict[int, tuple[np.ndarray[Any, Any], Histogram | None]]
@@ -113,11 +70,7 @@ class Spool:
         self._thread = threading.Thread(target=self._run, name="tensortap-writer", daemon=True)
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        return self.failure is None and self._thread.is_alive()
-
-    def put(self, item: Item) -> None:
+    def put(self, item: Parcel | Flush | None) -> None:
         self._queue.put(item)
 
     def close(self) -> None:
@@ -134,6 +87,8 @@ class Spool:
             self.failure = _reason(error)
             if self._output is not None:
                 self._output.abandon()
+        finally:
+            self.alive = False
             self._release_waiting()
 
     def _step(self) -> bool:
@@ -141,36 +96,44 @@ class Spool:
             item = self._queue.get(timeout=self._patience())
         except queue.Empty:
             self._take_pending()
-            if self._output is not None and time.monotonic() >= self._deadline:
-                self._seal()
-            return True
-        if item is None:
-            self._take_pending()
-            return False
-        if isinstance(item, Blob):
-            self._store_blob(item)
-        elif isinstance(item, Line):
-            self._add_line(item)
-        elif isinstance(item, Slab):
-            self._add_slab(item)
         else:
-            self._take_pending()
-            self._seal(sync=item.sync)
-            item.done.set()
+            if item is None:
+                self._take_pending()
+                return False
+            if isinstance(item, Parcel):
+                self._take(item)
+            else:
+                self._take_pending()
+                self._seal(sync=item.sync)
+                item.done.set()
         if self._output is not None and time.monotonic() >= self._deadline:
             self._seal()
         return True
 
     def _patience(self) -> float:
-        """How long to wait for the next item before something is due anyway."""
+        """How long to wait for the next parcel before something is due anyway."""
         if self._output is None:
             return self._seal_after / 2
         return max(0.0, self._deadline - time.monotonic())
 
     def _take_pending(self) -> None:
-        slab = self._pending()
-        if slab is not None:
-            self._add_slab(slab)
+        parcel = self._pending()
+        if parcel is not None:
+            self._take(parcel)
+
+    def _take(self, parcel: Parcel) -> None:
+        try:
+            if parcel.direct is not None:
+                self._store_direct(parcel.entries[0], parcel.direct)
+            elif parcel.entries:
+                self._store_entries(parcel)
+        finally:
+            if parcel.buffer is not None:
+                self._arena.give(parcel.buffer)
+            if parcel.done is not None:
+                parcel.done.set()
+        for line in parcel.lines:
+            self._add_line(line, parcel)
 
     def _segment(self) -> SegmentOutput:
         """The open segment; a full one is sealed first."""
@@ -183,35 +146,32 @@ class Spool:
             self._deadline = time.monotonic() + self._seal_after
         return self._output
 
-    def _store_blob(self, blob: Blob) -> None:
-        output = self._segment()
-        code, shape = storage_of(blob.dtype, blob.shape)
-        count = int(np.prod(blob.shape, dtype=np.int64))
-        nbytes = count * blob.dtype.itemsize
-        start = output.builder.place(tensor_id(self._rank, blob.number), code, shape, nbytes)
-        try:
-            if blob.buffer is not None:
-                data = memoryview(blob.buffer.memory)[:nbytes]
-                tensor = from_bytes(data, blob.dtype, blob.shape)
-                row = np.empty(WIDTH)
-                histogram = fill_row(row, tensor, self._histograms, threads=1)
-                output.append(start, data)
-                del tensor, data
+    def _store_entries(self, parcel: Parcel) -> None:
+        """Place the entries; neighbours that lie alike in buffer and segment go in one write."""
+        assert parcel.buffer is not None
+        memory = memoryview(parcel.buffer.memory)
+        run: tuple[SegmentOutput, int, int, int] | None = None
+        for entry in parcel.entries:
+            output = self._segment()
+            start = self._place(output, entry)
+            if run is not None and run[0] is output and start - run[1] == entry.offset - run[2]:
+                run = (output, run[1], run[2], entry.offset + entry.nbytes)
             else:
-                assert blob.direct is not None
-                row, histogram = self._append_direct(output, start, blob.direct)
-        finally:
-            if blob.buffer is not None:
-                self._arena.give(blob.buffer)
-            if blob.done is not None:
-                blob.done.set()
-        self._summaries[blob.number] = (row, histogram)
-        if len(self._summaries) > REMEMBERED:
-            self._summaries.popitem(last=False)
+                _append(run, memory)
+                run = (output, start, entry.offset, entry.offset + entry.nbytes)
+            data = memory[entry.offset : entry.offset + entry.nbytes]
+            row = np.empty(WIDTH)
+            tensor = from_bytes(data, entry.dtype, entry.shape)
+            self._remember(entry, row, fill_row(row, tensor, self._histograms, threads=1))
+            if output.full or output.builder.size >= self._seal_size:
+                _append(run, memory)
+                run = None
+        _append(run, memory)
 
-    def _append_direct(
-        self, output: SegmentOutput, start: int, tensor: torch.Tensor
-    ) -> tuple[np.ndarray[Any, Any], Histogram | None]:
+    def _store_direct(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """A tensor too large for a buffer is written from where it lies; its owner waits."""
+        output = self._segment()
+        start = self._place(output, entry)
         total: Summary | None = None
         row = np.empty(WIDTH)
         for piece in pieces(tensor, _DIRECT_PIECE):
@@ -222,27 +182,37 @@ class Spool:
             part = Summary.from_row(row.tolist(), histogram)
             total = part if total is None else total.merge(part)
         assert total is not None
-        return np.asarray(total.to_row()), total.histogram
+        self._remember(entry, np.asarray(total.to_row()), total.histogram)
 
-    def _add_line(self, line: Line) -> None:
+    def _place(self, output: SegmentOutput, entry: Entry) -> int:
+        code, shape = storage_of(entry.dtype, entry.shape)
+        name = tensor_id(self._rank, entry.number)
+        return output.builder.place(name, code, shape, entry.nbytes)
+
+    def _remember(
+        self, entry: Entry, row: np.ndarray[Any, Any], histogram: Histogram | None
+    ) -> None:
+        self._summaries[entry.number] = (row, histogram)
+        if len(self._summaries) > 2 * REMEMBERED:
+            self._summaries.popitem(last=False)
+
+    def _add_line(self, line: Line, parcel: Parcel) -> None:
         builder = self._segment().builder
-        index = -1  # a summary that is forgotten by now is computed by the reader
-        if line.number in self._summaries:
+        row: np.ndarray[Any, Any] | None = None
+        histogram: Histogram | None = None
+        if line.number < 0:
+            assert parcel.table is not None
+            row, histogram = parcel.table[line.summary], parcel.histograms.get(line.summary)
+        elif line.number in self._summaries:
             row, histogram = self._summaries[line.number]
+        index = -1  # a summary that is forgotten by now is computed by the reader
+        if row is not None:
             index = len(builder.summaries)
             builder.summaries.append(row)
             if histogram is not None:
                 builder.histograms.append((index, *histogram.sparse()))
         site = builder.site(self._sites[line.site])
         builder.row((site, *line.moment, line.number, index))
-
-    def _add_slab(self, slab: Slab) -> None:
-        builder = self._segment().builder
-        base = len(builder.summaries)
-        builder.summaries.extend(slab.table[: len(slab.rows)])
-        builder.histograms.extend((base + i, *h.sparse()) for i, h in slab.histograms)
-        for offset, (site, moment) in enumerate(slab.rows):
-            builder.row((builder.site(self._sites[site]), *moment, -1, base + offset))
 
     def _seal(self, *, sync: bool = False) -> None:
         if self._output is None:
@@ -260,11 +230,18 @@ class Spool:
                 item = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(item, Blob) and item.buffer is not None:
+            if isinstance(item, Parcel) and item.buffer is not None:
                 self._arena.give(item.buffer)
-            if isinstance(item, Blob | Flush) and item.done is not None:
+            if item is not None and item.done is not None:
                 item.done.set()
         self._arena.wake()
+
+
+def _append(run: tuple[SegmentOutput, int, int, int] | None, memory: memoryview) -> None:
+    """Write a run of neighbouring entries: (output, place in it, from and to in the buffer)."""
+    if run is not None:
+        output, start, low, high = run
+        output.append(start, memory[low:high])
 
 
 def _reason(error: Exception) -> str:

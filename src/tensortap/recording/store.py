@@ -2,8 +2,8 @@
 
 The rest of the format knows only five things about a place: its names, its small texts, how to
 take a finished file in under its final name, how to look at a stretch of bytes, and how to remove
-a file. A local file is memory-mapped (private, so that a user's in-place operation never reaches the disk);
-a remote one is read by ranges.
+a file. A local file is memory-mapped, privately, so that a user's in-place operation never reaches
+the disk; a remote one is read by ranges.
 """
 
 from __future__ import annotations

@@ -24,20 +24,25 @@ import numpy as np
 import torch
 
 from ..errors import RecordingError, RecordingExistsError
-from ..numerics import memory
+from ..numerics import memory, native
+from ..numerics.backend import pick
 from ..numerics.histogram import Histogram
-from ..numerics.summary import WIDTH
 from .arena import Arena
 from .dtypes import dtype_name, from_bytes
 from .merge import merge_small
+from .parcel import Entry, Flush, Line, Moment, Parcel
 from .pieces import address_of
+from .rows import fill_row
 from .schema import MANIFEST, Manifest, Row, Site, Status
-from .spool import REMEMBERED, Blob, Flush, Line, Moment, Slab, Spool
+from .spool import REMEMBERED, Spool
 from .store import Store, open_store
 
 __all__ = ["Writer", "now", "prepare"]
 
-_SLAB_ROWS = 1024
+_CHUNK = 4 << 20  # small tensors share a buffer of this size
+_LARGE = 256 << 10  # from here on a tensor is handed over at once
+
+Row64 = np.ndarray[Any, Any]
 
 
 def now() -> str:
@@ -83,11 +88,14 @@ class Writer:
         self._arena = Arena(max(1 << 20, budget // 2))
         self._sites: list[Site] = []
         self._site_index: dict[Site, int] = {}
-        self._known: OrderedDict[tuple[bytes, int, str], int] = OrderedDict()
+        self._known: OrderedDict[tuple[bytes, int, torch.dtype], int] = OrderedDict()
         self._next_number = 0
         self._lock = threading.Lock()
-        self._slab = _new_slab()
+        self._parcel = Parcel()
+        self._chunk = min(_CHUNK, self._arena.limit // 4)
         self._closed = False
+        backend = pick(torch.empty(0))
+        self._native = native.summarize_into if backend.name == "native" else None
         try:
             if rank == 0:
                 prepare(self.store, overwrite=overwrite)
@@ -107,7 +115,7 @@ class Writer:
             seal_size=max(1, budget // 4),
             seal_after=seal_after,
             histograms=histograms,
-            pending=self._swap_slab,
+            pending=self._swap,
         )
         atexit.register(self._at_exit)
 
@@ -135,46 +143,59 @@ class Writer:
     def line(self, site: int, moment: Moment, number: int) -> None:
         """Say where and when a tensor that was taken stands; -1 is one that could not be taken."""
         if number >= 0:
-            self._spool.put(Line(site, moment, number))
+            with self._lock:
+                self._parcel.lines.append(Line(site, moment, number))
 
     def take(self, tensor: torch.Tensor) -> int:
         """Take a CPU tensor's values now; the number to refer to them by, -1 after a failure."""
-        if not self._spool.alive or self._closed:
-            return -1
-        dtype, shape = tensor.dtype, tuple(tensor.shape)
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes > self._arena.limit // 2:
-            return self._take_direct(tensor)
-        buffer = self._arena.take(nbytes, alive=lambda: self._spool.alive)
-        if buffer is None:
-            return -1
+            return self._take_direct(tensor, nbytes)
+        while self._spool.alive and not self._closed:
+            with self._lock:
+                if self._parcel.buffer is not None and self._parcel.room() >= nbytes:
+                    return self._take_into(self._parcel, tensor, nbytes)
+            buffer = self._arena.take(max(nbytes, self._chunk), alive=self._is_alive)
+            if buffer is not None:
+                with self._lock:
+                    self._hand_over()
+                    self._parcel.buffer = buffer
+        return -1
+
+    def _take_into(self, parcel: Parcel, tensor: torch.Tensor, nbytes: int) -> int:
+        assert parcel.buffer is not None
+        dtype, shape = tensor.dtype, tuple(tensor.shape)
+        target = parcel.buffer.address + parcel.used
         address = address_of(tensor)
         if address:
-            digest = memory.copy_digest(buffer.address, address, nbytes)
+            digest = memory.copy_digest(target, address, nbytes)
         else:
-            copy = from_bytes(memoryview(buffer.memory)[:nbytes], dtype, shape)
+            room = memoryview(parcel.buffer.memory)[parcel.used : parcel.used + nbytes]
             with torch.no_grad():
-                copy.copy_(tensor)
-            digest = memory.digest(buffer.address, nbytes)
-        key = (digest, nbytes, dtype_name(dtype))
-        with self._lock:
-            number = self._known.get(key, -1)
-            if number >= 0:
-                self._arena.give(buffer)
-                return number
-            number = self._known[key] = self._number()
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-            self._spool.put(Blob(number, dtype, shape, buffer))
+                from_bytes(room, dtype, shape).copy_(tensor)
+            digest = memory.digest(target, nbytes)
+        key = (digest, nbytes, dtype)
+        number = self._known.get(key, -1)
+        if number >= 0:
+            return number
+        number = self._known[key] = self._number()
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        parcel.keep(Entry(number, dtype, shape, parcel.used, nbytes))
+        if nbytes >= _LARGE:
+            self._hand_over()
         return number
 
-    def _take_direct(self, tensor: torch.Tensor) -> int:
+    def _take_direct(self, tensor: torch.Tensor, nbytes: int) -> int:
         """A tensor too large for a snapshot: it is written from where it lies, while we wait."""
+        if not self._spool.alive or self._closed:
+            return -1
         done = threading.Event()
         with self._lock:
+            self._hand_over()
             number = self._number()
-            shape = tuple(tensor.shape)
-            self._spool.put(Blob(number, tensor.dtype, shape, None, tensor.detach(), done))
+            entry = Entry(number, tensor.dtype, tuple(tensor.shape), 0, nbytes)
+            self._spool.put(Parcel(entries=[entry], direct=tensor.detach(), done=done))
         while not done.wait(0.2):
             if not self._spool.alive:
                 return -1
@@ -185,33 +206,63 @@ class Writer:
         self._next_number += 1
         return number
 
-    def summary_line(
-        self,
-        site: int,
-        moment: Moment,
-        row: np.ndarray[Any, Any],
-        histogram: Histogram | None = None,
-    ) -> None:
-        """Keep a raw summary row without its tensor."""
+    def summarize(self, site: int, moment: Moment, tensor: torch.Tensor) -> None:
+        """Keep a tensor's summary alone; the tensor is read before this returns."""
         if not self._spool.alive or self._closed:
             return
         with self._lock:
-            slab = self._slab
-            index = len(slab.rows)
-            slab.table[index] = row
-            slab.rows.append((site, moment))
-            if histogram is not None:
-                slab.histograms.append((index, histogram))
-            if index + 1 == _SLAB_ROWS:
-                self._spool.put(slab)
-                self._slab = _new_slab()
+            parcel = self._parcel
+            index, address = parcel.next_summary()
+            if (
+                self._native is None
+                or self.histograms
+                or not native.suits(tensor)
+                or not self._native(tensor, address)
+            ):
+                assert parcel.table is not None
+                histogram = fill_row(parcel.table[index], tensor, self.histograms)
+                if histogram is not None:
+                    parcel.histograms[index] = histogram
+            self._add_summary(site, moment, index)
 
-    def _swap_slab(self) -> Slab | None:
+    def summary_line(
+        self, site: int, moment: Moment, row: Row64, histogram: Histogram | None = None
+    ) -> None:
+        """Keep a raw summary row that was made before."""
+        if not self._spool.alive or self._closed:
+            return
         with self._lock:
-            if not self._slab.rows:
-                return None
-            slab, self._slab = self._slab, _new_slab()
-            return slab
+            index, _ = self._parcel.next_summary()
+            assert self._parcel.table is not None
+            self._parcel.table[index] = row
+            if histogram is not None:
+                self._parcel.histograms[index] = histogram
+            self._add_summary(site, moment, index)
+
+    def _add_summary(self, site: int, moment: Moment, index: int) -> None:
+        parcel = self._parcel
+        parcel.lines.append(Line(site, moment, -1, index))
+        parcel.summaries += 1
+        if parcel.full:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give the current parcel to the writer's thread; the caller holds the lock."""
+        parcel, self._parcel = self._parcel, Parcel()
+        if parcel:
+            self._spool.put(parcel)
+        elif parcel.buffer is not None:
+            self._arena.give(parcel.buffer)
+
+    def _swap(self) -> Parcel | None:
+        with self._lock:
+            parcel, self._parcel = self._parcel, Parcel()
+        if not parcel and parcel.buffer is not None:
+            self._arena.give(parcel.buffer)
+        return parcel or None
+
+    def _is_alive(self) -> bool:
+        return self._spool.alive
 
     def flush(self, *, sync: bool = False) -> None:
         """Return when everything taken so far stands in sealed segments."""
@@ -252,7 +303,3 @@ class Writer:
         """The interpreter ends with the recording open: keep what was taken."""
         self._closed = True
         self._spool.close()
-
-
-def _new_slab() -> Slab:
-    return Slab(np.full((_SLAB_ROWS, WIDTH), np.nan))

@@ -74,13 +74,17 @@ def describe_environment() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "flush_denormal": None,
         "cuda": torch.version.cuda if cuda else None,
-        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "cudnn": _cudnn() if cuda else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "rank": int(os.environ.get("RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }
+
+
+def _cudnn() -> int | None:
+    version: Any = torch.backends.cudnn.version  # untyped in torch
+    return int(version() or 0) or None
 
 
 class InputLog:
@@ -129,4 +133,4 @@ def _bytes(tensor: torch.Tensor) -> Any:
     plain = tensor.detach().to("cpu").contiguous().reshape(-1)
     if plain.numel() == 0:
         return b""
-    return memoryview(plain.view(torch.uint8).numpy())
+    return plain.view(torch.uint8).numpy().data

@@ -68,6 +68,7 @@ class EagerTap:
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
         self._unfinished: set[int] | None = None
+        self._short_way = ports.outputs and not (ports.inputs or ports.grads)
         self._root_listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
 
     # Attaching and detaching.
@@ -211,6 +212,8 @@ class EagerTap:
     def _leave(self, place: _Place, sink: Sink, output: Any) -> None:
         if self._compiled:
             self.drain()
+        if self._short_way and isinstance(output, torch.Tensor) and sink.output(place.slot, output):
+            return
         if place.pending:
             call, held = place.pending.pop()
         else:
@@ -236,7 +239,8 @@ class EagerTap:
         heard = False
         for leaf, tensor in leaves:
             if tensor is not None and tensor.requires_grad:
-                self._grad_handles.append(tensor.register_hook(self._grad_hook(call, port, leaf)))
+                register: Any = tensor.register_hook  # untyped in torch
+                self._grad_handles.append(register(self._grad_hook(call, port, leaf)))
                 heard = True
         return heard
 

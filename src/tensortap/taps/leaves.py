@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ def flatten_call(
         return flatten(args[0])
     found = [pair for i, item in enumerate(args) for pair in flatten(item, f"[{i}]")]
     if kwargs:
-        rank = _parameter_order(type(module))
+        rank = _parameter_order(type(module).forward)
         last = len(rank)
         for name in sorted(kwargs, key=lambda n: rank.get(n, last)):
             found += flatten(kwargs[name], f"[{name!r}]")
@@ -78,9 +78,9 @@ def _holds_tensor(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _parameter_order(kind: type[torch.nn.Module]) -> dict[str, int]:
+def _parameter_order(forward: Callable[..., Any]) -> dict[str, int]:
     try:
-        names = list(inspect.signature(kind.forward).parameters)
+        names = list(inspect.signature(forward).parameters)
     except (TypeError, ValueError):
         return {}
     return {name: index for index, name in enumerate(names)}

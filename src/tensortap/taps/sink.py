@@ -41,7 +41,7 @@ class Slot:
     seen: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """One call of a layer: which, and when."""
 
@@ -51,7 +51,7 @@ class Call:
     call: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Held:
     """A tensor's values, taken, whose row is not written yet."""
 
@@ -112,6 +112,22 @@ class Sink:
         if not leaves:
             self.skip(slot, port, "", "it holds no tensor")
         return held
+
+    def output(self, slot: Slot, tensor: torch.Tensor) -> bool:
+        """The short way for the commonest case, a plain tensor whose summary is kept."""
+        if self.keep != "summary" or not is_plain(tensor):
+            return False
+        key = (slot.index, tensor.shape, tensor.dtype, tensor.device)
+        site = self._sites.get(key)
+        if site is None:
+            held = Held("output", "", tensor.shape, tensor.dtype, tensor.device)
+            site = self._sites[key] = self._site(slot, held)
+        with self._lock:
+            call = slot.calls
+            slot.calls += 1
+            slot.seen += 1
+        self.writer.summarize(site, (next(self._order), self.epoch, self.batch, call), tensor)
+        return True
 
     def emit(self, call: Call, held: Sequence[Held]) -> None:
         """Write the rows of what was taken, in the order in which calls finish."""

@@ -20,7 +20,7 @@ def unseen() -> AbstractContextManager[object]:
     """A context in which torch operations reach no mode and no subclass."""
     if torch._C._len_torch_dispatch_stack():
         return _unseen_by_dispatch()
-    return torch._C.DisableTorchFunction()  # type: ignore[no-any-return]
+    return torch._C.DisableTorchFunction()
 
 
 @contextlib.contextmanager
