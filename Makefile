@@ -1,0 +1,40 @@
+# tensortap: `make demo` and `make test` are all that a fresh clone needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NATIVE := $(wildcard src/tensortap/native/*)
+
+.PHONY: demo test lint types check bench pictures clean
+
+# Set-up: a virtual environment with the package (editable, core compiled) and what the tests need.
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/tensortap demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/summary.py
+	$(BIN)/python benchmarks/recording.py
+
+# Remakes the pictures under docs/.
+pictures: $(STAMP)
+	$(BIN)/python tools/pictures.py
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
