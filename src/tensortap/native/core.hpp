@@ -20,7 +20,7 @@ constexpr int kFirst = 10;
 constexpr std::size_t kBuckets = 8192;
 
 // Values enter the tables of a histogram at bucket `key`; what is not finite goes to kBuckets.
-// Two tables, so that equal neighbours do not wait for each other's increment.
+// Several tables, so that equal neighbours do not wait for each other's increment.
 constexpr std::size_t kTableStride = kBuckets + 64;
 constexpr std::size_t kTables = 4;
 

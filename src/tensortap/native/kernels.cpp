@@ -1,9 +1,9 @@
 // The inner loops, compiled once for each instruction set (see CMakeLists.txt).
 //
-// Floats of 32 and 16 bits take a fast path, a block that fits in L1 at a time: sum and sum of
-// squares in float64, everything else by comparing bit patterns as integers. A block that holds
-// NaN, infinities or values at the format's maximum, or whose variance would cancel, is done again
-// by the exact path, which handles everything. All other types take the exact path alone.
+// Floats of 16 bits and more take a fast path, a block that fits in L1 at a time: sum and sum of
+// squares in float64, everything else from few comparisons, of bit patterns as integers where those
+// are narrower. A block that holds NaN, infinities or values at the format's maximum, or whose
+// variance would cancel, is done again by the exact path, which handles everything.
 
 #include "core.hpp"
 
@@ -13,7 +13,7 @@
 #if defined(TENSORTAP_ISA_avx2) || defined(TENSORTAP_ISA_avx512)
 #include <immintrin.h>
 #elif defined(__SSE2__)
-#include <xmmintrin.h>
+#include <emmintrin.h>
 #endif
 
 namespace tensortap {
@@ -38,6 +38,7 @@ typedef int16_t vi16 __attribute__((vector_size(W)));
 typedef uint16_t vu16 __attribute__((vector_size(W)));
 typedef int32_t vi32 __attribute__((vector_size(W)));
 typedef uint32_t vu32 __attribute__((vector_size(W)));
+typedef int64_t vi64 __attribute__((vector_size(W)));
 typedef uint64_t vu64 __attribute__((vector_size(W)));
 typedef double vf64 __attribute__((vector_size(W)));
 typedef float vf32 __attribute__((vector_size(W)));
@@ -67,6 +68,18 @@ inline vf64 to_double(vf32h v) {
   return (vf64)_mm256_cvtps_pd((__m128)v);
 #else
   return __builtin_convertvector(v, vf64);
+#endif
+}
+
+inline vf64 least_of(vf64 a, vf64 b) {
+#if defined(TENSORTAP_ISA_avx512)
+  return (vf64)_mm512_min_pd((__m512d)a, (__m512d)b);
+#elif defined(TENSORTAP_ISA_avx2)
+  return (vf64)_mm256_min_pd((__m256d)a, (__m256d)b);
+#elif defined(__SSE2__)
+  return (vf64)_mm_min_pd((__m128d)a, (__m128d)b);
+#else
+  return a < b ? a : b;
 #endif
 }
 
@@ -143,12 +156,14 @@ struct Float32 {
   using Signed = int32_t;
   static constexpr Bits kSign = 0x80000000u, kInf = 0x7f800000u;
   static constexpr Bits kTiny = 0x00800000u, kMax = 0x7f7fffffu;
+  static constexpr bool kTopBits = true;
   static Bits widen(Store s) { return s; }
 };
 
 struct Bfloat16 : Float32 {
   using Store = uint16_t;
   static constexpr Bits kMax = 0x7f7f0000u;
+  static constexpr bool kTopBits = true;
   static constexpr uint16_t kInf16 = 0x7f80, kTiny16 = 0x0080, kMax16 = 0x7f7f;
   static Bits widen(Store s) { return uint32_t(s) << 16; }
 };
@@ -156,6 +171,7 @@ struct Bfloat16 : Float32 {
 struct Float16 : Float32 {
   using Store = uint16_t;
   static constexpr Bits kTiny = 0x38800000u /* 2^-14 */, kMax = 0x477fe000u /* 65504 */;
+  static constexpr bool kTopBits = false;
   static constexpr uint16_t kInf16 = 0x7c00, kTiny16 = 0x0400, kMax16 = 0x7bff;
   static Bits widen(Store s) {
     const uint32_t magnitude = uint32_t(s & 0x7fff) << 13;
@@ -171,6 +187,7 @@ struct Float64 {
   using Signed = int64_t;
   static constexpr Bits kSign = 1ull << 63, kInf = 0x7ffull << 52;
   static constexpr Bits kTiny = 1ull << 52, kMax = kInf - 1;
+  static constexpr bool kTopBits = false;
   static Bits widen(Store s) { return s; }
 };
 
@@ -456,6 +473,60 @@ inline Fast fast16(const void* data, size_t n, double shift) {
   return r;
 }
 
+// NaN and infinities need no looking for: they show in the sums.
+template <bool kShift>
+inline Fast fast64(const void* data, size_t n, double shift) {
+  const auto* p = static_cast<const double*>(data);
+  constexpr size_t kLanes = W / 8;
+  const double infinity = std::numeric_limits<double>::infinity();
+  vf64 low = vf64{} + infinity, negated_high = low, least = low, sum = {}, square = {};
+  const vf64 center = vf64{} + shift;
+  vi64 zeros = {};
+  for (size_t i = 0; i < n; i += kLanes) {
+    const vf64 x = load<vf64>(p + i);
+    const vi64 zero = vi64(x == 0.0);
+    const vi64 magnitude = vi64(x) & ~int64_t(Float64::kSign);
+    low = least_of(x, low);
+    negated_high = least_of(-x, negated_high);
+    least = least_of(vf64(magnitude | (zero & int64_t(Float64::kInf))), least);
+    zeros -= zero;
+    const vf64 d = kShift ? x - center : x;
+    sum += d;
+    square += d * d;
+  }
+  Fast r{false, empty_state()};
+  State& s = r.state;
+  const double total = horizontal(sum), squares = horizontal(square);
+  if (!(total - total == 0) || !(squares - squares == 0)) return r;
+  double tiny = infinity, high = infinity;
+  for (size_t k = 0; k < kLanes; ++k) {
+    s.min = low[k] < s.min ? low[k] : s.min;
+    high = negated_high[k] < high ? negated_high[k] : high;
+    tiny = least[k] < tiny ? least[k] : tiny;
+    s.zeros += zeros[k];
+  }
+  s.max = -high;
+  const double most = std::numeric_limits<double>::max();
+  if (tiny < std::numeric_limits<double>::min() || s.max == most || s.min == -most) return r;
+  s.finite = int64_t(n);
+  s.min += 0.0;  // -0.0 becomes 0.0
+  s.max += 0.0;
+  r.usable = true;
+  if (s.min == s.max) {
+    s.mean = s.min;
+    return r;
+  }
+  const double correction = total / double(n);
+  s.mean = shift + correction;
+  s.m2 = squares - total * correction;
+  r.usable = s.m2 >= kCancels * squares && squares > 0;
+  return r;
+}
+
+template <bool kShift>
+inline Fast fast(const void* p, size_t n, double shift, Float64) {
+  return fast64<kShift>(p, n, shift);
+}
 template <bool kShift>
 inline Fast fast(const void* p, size_t n, double shift, Float32) {
   return fast32<kShift>(p, n, shift);
@@ -515,17 +586,54 @@ inline void bucket_integers(const void* data, size_t n, uint16_t* keys) {
 
 // ---- Chunks --------------------------------------------------------------------------------------
 
+// Eight bytes at a time, since extracting lanes of a vector one by one takes longer.
+inline void tally_bits(const uint32_t* p, size_t n, uint32_t* table) {
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const uint64_t a = load<uint64_t>(p + i), b = load<uint64_t>(p + i + 2);
+    ++table[(a >> 19) & 0x1fff];
+    ++table[kTableStride + (a >> 51)];
+    ++table[2 * kTableStride + ((b >> 19) & 0x1fff)];
+    ++table[3 * kTableStride + (b >> 51)];
+  }
+  for (; i < n; ++i) ++table[p[i] >> 19];
+}
+
+inline void tally_bits(const uint16_t* p, size_t n, uint32_t* table) {
+  size_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const uint64_t four = load<uint64_t>(p + i);
+    ++table[(four >> 3) & 0x1fff];
+    ++table[kTableStride + ((four >> 19) & 0x1fff)];
+    ++table[2 * kTableStride + ((four >> 35) & 0x1fff)];
+    ++table[3 * kTableStride + (four >> 51)];
+  }
+  for (; i < n; ++i) ++table[p[i] >> 3];
+}
+
+inline void tally_bits(const uint64_t*, size_t, uint32_t*) {}
+
+// Count a block. For formats with the exponent of float32, where all values are finite, the top 13
+// bits as they are stored are the bucket.
 template <class F>
-State fast_chunk(const void* data, size_t n, uint32_t* table) {
+inline void tally_block(const typename F::Store* p, size_t n, bool finite, uint32_t* table) {
+  if (F::kTopBits && finite) return tally_bits(p, n, table);
+  alignas(64) uint16_t keys[kBlock];
+  bucket_floats<F>(p, n, keys);
+  tally(keys, n, table);
+}
+
+template <class F>
+State fast_chunk(const void* data, size_t n, uint32_t* table, double scale = 1.0) {
   const auto* p = static_cast<const typename F::Store*>(data);
   constexpr size_t kLanes = W / sizeof(typename F::Store);
-  alignas(64) uint16_t keys[kBlock];
   State total = empty_state();
   bool shifted = false;  // once a block's mean dwarfs its spread, so do most of its neighbours'
   double shift = 0;
   for (size_t at = 0; at < n; at += kBlock) {
     const size_t size = n - at < kBlock ? n - at : kBlock;
-    const size_t whole = size / kLanes * kLanes;
+    const size_t whole = scale == 1.0 ? size / kLanes * kLanes : 0;
+    const int64_t before = total.finite;
     if (whole) {
       Fast r = shifted ? fast<true>(p + at, whole, shift, F{}) : fast<false>(p + at, whole, 0, F{});
       if (!r.usable) {
@@ -536,27 +644,8 @@ State fast_chunk(const void* data, size_t n, uint32_t* table) {
       shift = r.state.mean;
       merge(total, r.state);
     }
-    if (whole < size) merge(total, exact<F>(p + at + whole, size - whole, 1.0));
-    if (table) {
-      bucket_floats<F>(p + at, size, keys);
-      tally(keys, size, table);
-    }
-  }
-  return total;
-}
-
-State float64_chunk(const void* data, size_t n, double scale, uint32_t* table) {
-  constexpr size_t kHalf = kBlock / 2;
-  const auto* p = static_cast<const double*>(data);
-  alignas(64) uint16_t keys[kHalf];
-  State total = empty_state();
-  for (size_t at = 0; at < n; at += kHalf) {
-    const size_t size = n - at < kHalf ? n - at : kHalf;
-    merge(total, exact<Float64>(p + at, size, scale));
-    if (table) {
-      bucket_floats<Float64>(p + at, size, keys);
-      tally(keys, size, table);
-    }
+    if (whole < size) merge(total, exact<F>(p + at + whole, size - whole, scale));
+    if (table) tally_block<F>(p + at, size, total.finite - before == int64_t(size), table);
   }
   return total;
 }
@@ -597,7 +686,7 @@ State chunk(const void* data, size_t n, int dtype, double scale, uint32_t* table
     case kFloat32: return fast_chunk<Float32>(data, n, table);
     case kFloat16: return fast_chunk<Float16>(data, n, table);
     case kBfloat16: return fast_chunk<Bfloat16>(data, n, table);
-    case kFloat64: return float64_chunk(data, n, scale, table);
+    case kFloat64: return fast_chunk<Float64>(data, n, table, scale);
     case kInt16: return integer_chunk<int16_t>(data, n, table);
     case kUint16: return integer_chunk<uint16_t>(data, n, table);
     case kInt32: return integer_chunk<int32_t>(data, n, table);
