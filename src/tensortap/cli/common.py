@@ -9,7 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -39,10 +40,16 @@ __all__ = [
 DONE, UNHEALTHY, TROUBLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 TRACEBACK = "TENSORTAP_TRACEBACK"
 
+# typer before 0.12.4 does not know `X | None`.
+MaybeText = Optional[str]  # noqa: UP045
+MaybeInt = Optional[int]  # noqa: UP045
+MaybePath = Optional[Path]  # noqa: UP045
+MaybeList = Optional[list[str]]  # noqa: UP045
+
 Folder = Annotated[str, typer.Argument(metavar="DIR", help="The recording's folder or URL.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 LayersOption = Annotated[
-    list[str] | None,
+    MaybeList,
     typer.Option(
         "--layers",
         "-l",
@@ -52,13 +59,13 @@ LayersOption = Annotated[
     ),
 ]
 PortOption = Annotated[
-    str | None, typer.Option("--port", help="input, output, grad_input or grad_output.")
+    MaybeText, typer.Option("--port", help="input, output, grad_input or grad_output.")
 ]
 LeafOption = Annotated[
-    str | None, typer.Option("--leaf", help="The leaf of a nested output, as [0] or .logits.")
+    MaybeText, typer.Option("--leaf", help="The leaf of a nested output, as [0] or .logits.")
 ]
-BatchOption = Annotated[int | None, typer.Option("--batch", help="The batch, from 0.")]
-CallOption = Annotated[int | None, typer.Option("--call", help="The call in a batch, from 0.")]
+BatchOption = Annotated[MaybeInt, typer.Option("--batch", help="The batch, from 0.")]
+CallOption = Annotated[MaybeInt, typer.Option("--call", help="The call in a batch, from 0.")]
 PartialOption = Annotated[
     bool, typer.Option("--partial", help="Read what is whole of a damaged recording.")
 ]

@@ -10,6 +10,7 @@ import typer
 from .common import (
     Folder,
     JsonOption,
+    MaybeText,
     OverwriteOption,
     PartialOption,
     note,
@@ -28,11 +29,11 @@ def export(
     ],
     layout: Annotated[str, typer.Option("--layout", help="pt, npy or npz.")] = "pt",
     layer: Annotated[
-        str | None,
+        MaybeText,
         typer.Option("--layer", help="npz: which layer (default the first block). pt: it alone."),
     ] = None,
     mode: Annotated[
-        str | None,
+        MaybeText,
         typer.Option("--mode", help="npy, npz: the mode's name (default as recorded)."),
     ] = None,
     overwrite: OverwriteOption = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import JsonOption, OverwriteOption, print_json, say
+from .common import JsonOption, MaybeText, OverwriteOption, print_json, say
 
 
 def import_(
@@ -19,7 +19,7 @@ def import_(
     ],
     layout: Annotated[str, typer.Option("--layout", help="auto, pt, npy or npz.")] = "auto",
     mode: Annotated[
-        str | None,
+        MaybeText,
         typer.Option("--mode", help="Which mode of the tree; for pt, the mode's name."),
     ] = None,
     overwrite: OverwriteOption = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,10 @@ from ..errors import OptionError
 from .common import (
     JsonOption,
     LayersOption,
+    MaybeInt,
+    MaybeList,
+    MaybePath,
+    MaybeText,
     OverwriteOption,
     note,
     parse_size,
@@ -35,7 +38,7 @@ def record(
         ),
     ],
     output: Annotated[
-        str | None,
+        MaybeText,
         typer.Option("--output", "-o", metavar="DIR", help="The recording's folder or URL."),
     ] = None,
     layers: LayersOption = None,
@@ -58,28 +61,28 @@ def record(
         bool,
         typer.Option("--early-stop/--no-early-stop", help="Stop behind the last selected layer."),
     ] = True,
-    mode: Annotated[str | None, typer.Option("--mode", help=f"The variant, {_GIVEN}.")] = None,
+    mode: Annotated[MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}.")] = None,
     seq_len: Annotated[
-        int | None, typer.Option("--seq-len", help=f"The sequence length, {_GIVEN}.")
+        MaybeInt, typer.Option("--seq-len", help=f"The sequence length, {_GIVEN}.")
     ] = None,
     samples: Annotated[
-        int | None, typer.Option("--samples", help=f"How many samples, {_GIVEN}.")
+        MaybeInt, typer.Option("--samples", help=f"How many samples, {_GIVEN}.")
     ] = None,
-    device: Annotated[str | None, typer.Option("--device", help=f"Where, {_GIVEN}.")] = None,
+    device: Annotated[MaybeText, typer.Option("--device", help=f"Where, {_GIVEN}.")] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}.")
+        MaybeText, typer.Option("--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}.")
     ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help=f"The seed, {_GIVEN}.")] = None,
+    seed: Annotated[MaybeInt, typer.Option("--seed", help=f"The seed, {_GIVEN}.")] = None,
     sets: Annotated[
-        list[str] | None,
+        MaybeList,
         typer.Option("--set", metavar="KEY=VALUE", help=f"Any option, {_GIVEN}. Repeatable."),
     ] = None,
     prompts: Annotated[
-        list[str] | None,
+        MaybeList,
         typer.Option("--prompt", metavar="TEXT", help="hf: a batch. Repeatable."),
     ] = None,
     input_ids: Annotated[
-        Path | None, typer.Option("--input-ids", metavar="FILE", help="hf: token ids.")
+        MaybePath, typer.Option("--input-ids", metavar="FILE", help="hf: token ids.")
     ] = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Show what would be recorded, without running.")

@@ -12,6 +12,7 @@ from .common import (
     Folder,
     JsonOption,
     LayersOption,
+    MaybeText,
     PartialOption,
     PortOption,
     open_recording,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 def show(
     folder: Folder,
     layer: Annotated[
-        str | None, typer.Argument(metavar="[LAYER]", help="One layer, in detail.")
+        MaybeText, typer.Argument(metavar="LAYER", help="One layer, in detail.")
     ] = None,
     layers: LayersOption = None,
     port: PortOption = None,
