@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from definitions import (
@@ -20,8 +22,9 @@ from definitions import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensortap.numerics.native import core
-from tensortap.numerics.summary import Summary
+from tensortap.numerics.histogram import BUCKETS, Histogram
+from tensortap.numerics.native import CODES, core
+from tensortap.numerics.summary import WIDTH, Summary
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -211,6 +214,23 @@ def test_the_paths_agree_on_a_large_tensor() -> None:
         summary = summary_by(backend, x, histogram=False)
         assert summary.mean == pytest.approx(mean, rel=1e-12)
         assert summary.std == pytest.approx(math.sqrt(square / x.numel()), rel=1e-11)
+
+
+@needs_core
+@dtypes
+def test_memory_need_not_be_aligned(dtype: torch.dtype) -> None:
+    """As in a mapped file: the same bytes, one further on."""
+    tensor = noise(5001, dtype, seed=8)
+    raw = torch.cat([torch.zeros(1, dtype=torch.uint8), tensor.view(torch.uint8)])
+    code, parts = CODES[dtype]
+    for isa in ISAS:
+        row = array("d", bytes(8 * WIDTH))
+        counts = np.zeros(BUCKETS, dtype=np.int64)
+        core.summarize(
+            *(raw.data_ptr() + 1, tensor.numel() * parts, code),
+            *(row.buffer_info()[0], counts.ctypes.data, 1, isa),
+        )
+        assert_defines(Summary.from_row(row, Histogram(counts)), tensor)
 
 
 @needs_core

@@ -48,6 +48,15 @@ constexpr size_t kBlock = 4096;
 // A block is done again when its variance is below this share of its mean square.
 constexpr double kCancels = 1e-3;
 
+// Elements may lie anywhere: a memory-mapped file aligns nothing. Without this, loops that the
+// compiler vectorises would first step to a boundary that is never met.
+template <class T>
+struct Anywhere {
+  typedef T type __attribute__((aligned(1), may_alias));
+};
+template <class T>
+using Loose = typename Anywhere<T>::type;
+
 template <class V>
 inline V load(const void* p) {
   V v;
@@ -113,7 +122,6 @@ inline void count_below(vi16& count, vu16 a, vu16 b) {
 inline float as_float(uint32_t b) { float f; std::memcpy(&f, &b, 4); return f; }
 inline uint32_t as_bits(float f) { uint32_t b; std::memcpy(&b, &f, 4); return b; }
 inline double as_float(uint64_t b) { double f; std::memcpy(&f, &b, 8); return f; }
-inline uint64_t as_bits(double f) { uint64_t b; std::memcpy(&b, &f, 8); return b; }
 
 inline State empty_state() {
   State s{};
@@ -164,7 +172,7 @@ struct Bfloat16 : Float32 {
   using Store = uint16_t;
   static constexpr Bits kMax = 0x7f7f0000u;
   static constexpr bool kTopBits = true;
-  static constexpr uint16_t kInf16 = 0x7f80, kTiny16 = 0x0080, kMax16 = 0x7f7f;
+  static constexpr uint16_t kTiny16 = 0x0080, kMax16 = 0x7f7f;
   static Bits widen(Store s) { return uint32_t(s) << 16; }
 };
 
@@ -172,7 +180,7 @@ struct Float16 : Float32 {
   using Store = uint16_t;
   static constexpr Bits kTiny = 0x38800000u /* 2^-14 */, kMax = 0x477fe000u /* 65504 */;
   static constexpr bool kTopBits = false;
-  static constexpr uint16_t kInf16 = 0x7c00, kTiny16 = 0x0400, kMax16 = 0x7bff;
+  static constexpr uint16_t kTiny16 = 0x0400, kMax16 = 0x7bff;
   static Bits widen(Store s) {
     const uint32_t magnitude = uint32_t(s & 0x7fff) << 13;
     const uint32_t value = as_bits(as_float(magnitude) * 0x1p112f);
@@ -197,7 +205,7 @@ template <class F>
 inline State exact(const void* data, size_t n, double scale) {
   using Bits = typename F::Bits;
   using Signed = typename F::Signed;
-  const auto* p = static_cast<const typename F::Store*>(data);
+  const auto* p = static_cast<const Loose<typename F::Store>*>(data);
   // Counters as wide as the elements keep the loop in one vector width.
   Bits nan = 0, inf = 0, posinf = 0, zeros = 0, subnormal = 0, saturated = 0;
   constexpr Signed kTop = std::numeric_limits<Signed>::max();
@@ -259,7 +267,7 @@ inline State exact(const void* data, size_t n, double scale) {
 
 template <class T>
 inline State integers(const void* data, size_t n) {
-  const auto* p = static_cast<const T*>(data);
+  const auto* p = static_cast<const Loose<T>*>(data);
   constexpr T kLow = std::numeric_limits<T>::min(), kHigh = std::numeric_limits<T>::max();
   T low = kHigh, high = kLow;
   uint32_t zeros = 0, saturated = 0;
@@ -360,7 +368,7 @@ inline void finish(Fast& r, const Sums<kShift>& sums, double shift, size_t n, do
 
 template <bool kShift>
 inline Fast fast32(const void* data, size_t n, double shift) {
-  const auto* p = static_cast<const float*>(data);
+  const auto* p = static_cast<const Loose<float>*>(data);
   constexpr size_t kLanes = W / 4;
   vi32 high = vi32{} + std::numeric_limits<int32_t>::min();
   vu32 low = {}, least = ~vu32{};
@@ -426,7 +434,7 @@ inline void widen16(vu16 v, vf32 out[2], Float16) {
 
 template <class F, bool kShift>
 inline Fast fast16(const void* data, size_t n, double shift) {
-  const auto* p = static_cast<const uint16_t*>(data);
+  const auto* p = static_cast<const Loose<uint16_t>*>(data);
   constexpr size_t kLanes = W / 2;
   vi16 high = vi16{} + std::numeric_limits<int16_t>::min();
   vu16 low = {}, least = ~vu16{};
@@ -476,7 +484,7 @@ inline Fast fast16(const void* data, size_t n, double shift) {
 // NaN and infinities need no looking for: they show in the sums.
 template <bool kShift>
 inline Fast fast64(const void* data, size_t n, double shift) {
-  const auto* p = static_cast<const double*>(data);
+  const auto* p = static_cast<const Loose<double>*>(data);
   constexpr size_t kLanes = W / 8;
   const double infinity = std::numeric_limits<double>::infinity();
   vf64 low = vf64{} + infinity, negated_high = low, least = low, sum = {}, square = {};
@@ -562,14 +570,14 @@ inline void tally(const uint16_t* keys, size_t n, uint32_t* table) {
 
 template <class F>
 inline void bucket_floats(const void* data, size_t n, uint16_t* keys) {
-  const auto* p = static_cast<const typename F::Store*>(data);
+  const auto* p = static_cast<const Loose<typename F::Store>*>(data);
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) keys[i] = uint16_t(bucket(F::widen(p[i])));
 }
 
 template <>
 inline void bucket_floats<Float64>(const void* data, size_t n, uint16_t* keys) {
-  const auto* p = static_cast<const uint64_t*>(data);
+  const auto* p = static_cast<const Loose<uint64_t>*>(data);
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) {
     const bool finite = (p[i] & ~Float64::kSign) < Float64::kInf;
@@ -579,7 +587,7 @@ inline void bucket_floats<Float64>(const void* data, size_t n, uint16_t* keys) {
 
 template <class T>
 inline void bucket_integers(const void* data, size_t n, uint16_t* keys) {
-  const auto* p = static_cast<const T*>(data);
+  const auto* p = static_cast<const Loose<T>*>(data);
 #pragma omp simd
   for (size_t i = 0; i < n; ++i) keys[i] = uint16_t(bucket(as_bits(float(double(p[i])))));
 }
@@ -587,7 +595,7 @@ inline void bucket_integers(const void* data, size_t n, uint16_t* keys) {
 // ---- Chunks --------------------------------------------------------------------------------------
 
 // Eight bytes at a time, since extracting lanes of a vector one by one takes longer.
-inline void tally_bits(const uint32_t* p, size_t n, uint32_t* table) {
+inline void tally_bits(const Loose<uint32_t>* p, size_t n, uint32_t* table) {
   size_t i = 0;
   for (; i + 4 <= n; i += 4) {
     const uint64_t a = load<uint64_t>(p + i), b = load<uint64_t>(p + i + 2);
@@ -599,7 +607,7 @@ inline void tally_bits(const uint32_t* p, size_t n, uint32_t* table) {
   for (; i < n; ++i) ++table[p[i] >> 19];
 }
 
-inline void tally_bits(const uint16_t* p, size_t n, uint32_t* table) {
+inline void tally_bits(const Loose<uint16_t>* p, size_t n, uint32_t* table) {
   size_t i = 0;
   for (; i + 4 <= n; i += 4) {
     const uint64_t four = load<uint64_t>(p + i);
@@ -611,12 +619,12 @@ inline void tally_bits(const uint16_t* p, size_t n, uint32_t* table) {
   for (; i < n; ++i) ++table[p[i] >> 3];
 }
 
-inline void tally_bits(const uint64_t*, size_t, uint32_t*) {}
+inline void tally_bits(const Loose<uint64_t>*, size_t, uint32_t*) {}
 
 // Count a block. For formats with the exponent of float32, where all values are finite, the top 13
 // bits as they are stored are the bucket.
 template <class F>
-inline void tally_block(const typename F::Store* p, size_t n, bool finite, uint32_t* table) {
+inline void tally_block(const Loose<typename F::Store>* p, size_t n, bool finite, uint32_t* table) {
   if (F::kTopBits && finite) return tally_bits(p, n, table);
   alignas(64) uint16_t keys[kBlock];
   bucket_floats<F>(p, n, keys);
@@ -625,7 +633,7 @@ inline void tally_block(const typename F::Store* p, size_t n, bool finite, uint3
 
 template <class F>
 State fast_chunk(const void* data, size_t n, uint32_t* table, double scale = 1.0) {
-  const auto* p = static_cast<const typename F::Store*>(data);
+  const auto* p = static_cast<const Loose<typename F::Store>*>(data);
   constexpr size_t kLanes = W / sizeof(typename F::Store);
   State total = empty_state();
   bool shifted = false;  // once a block's mean dwarfs its spread, so do most of its neighbours'
@@ -652,7 +660,7 @@ State fast_chunk(const void* data, size_t n, uint32_t* table, double scale = 1.0
 
 template <class T>
 State integer_chunk(const void* data, size_t n, uint32_t* table) {
-  const auto* p = static_cast<const T*>(data);
+  const auto* p = static_cast<const Loose<T>*>(data);
   alignas(64) uint16_t keys[kBlock];
   State total = empty_state();
   for (size_t at = 0; at < n; at += kBlock) {
