@@ -151,3 +151,32 @@ def test_dispatch_and_function_modes_of_the_user_see_nothing_of_us(net: Net, ids
     with tap.record(net, tmp_path / "r", layers="all", inputs=True) as rec:
         assert count() == plain
     assert rec.failure is None
+
+
+@pytest.mark.parametrize("layers", ["blocks", "all"])
+def test_fused_encoder_layers_stay_fused(tmp_path, layers: str) -> None:
+    """A hook inside nn.TransformerEncoderLayer would switch its fused path off."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3).eval()
+    x = torch.randn(2, 33, 64)
+    with torch.no_grad():
+        plain = model(x)
+        with tap.record(model, tmp_path / "r", layers=layers, inputs=True) as rec:
+            assert torch.equal(model(x), plain)
+    assert rec.failure is None
+    run = tap.open(tmp_path / "r")
+    assert torch.equal(run["layers.2"].output, plain)
+    assert torch.equal(run["layers.1"].input, run["layers.0"].output)
+    assert any("fused" in note for note in run.notes) == (layers == "all")
+
+
+def test_encoder_layers_in_training_are_heard_to_the_last_module(tmp_path) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    x = torch.randn(2, 3, 8)
+    torch.manual_seed(3)
+    plain = model(x)
+    torch.manual_seed(3)
+    with tap.record(model, tmp_path / "r", layers="all"):
+        assert torch.equal(model(x), plain)
+    assert "layers.1.linear2" in tap.open(tmp_path / "r").layers

@@ -94,6 +94,20 @@ def _damage(damaged: list[DamagedError], segments: list[Segment]) -> str:
     return f"{damaged[0]} {rest}: read them with --partial (tap.open(path, partial=True))."
 
 
+def _skipped_in_words(skipped: list[dict[str, Any]]) -> list[str]:
+    """A sentence a reason, with the places it holds for."""
+    places: dict[str, list[str]] = {}
+    for item in skipped:
+        leaf = f" {item['leaf']}" if item.get("leaf") else ""
+        where = f"{item.get('port')}{leaf} of '{item.get('layer')}'"
+        places.setdefault(str(item.get("reason")), []).append(where)
+    return [
+        f"Not recorded ({reason}): {', '.join(where[:6])}"
+        + (f" and {len(where) - 6} more places." if len(where) > 6 else ".")
+        for reason, where in places.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Record:
     """One tensor, or its summary, at one layer, port, leaf and moment."""
@@ -271,12 +285,7 @@ class Recording(Mapping[str, Layer]):
             )
         if self.status == "failed":
             notes.append(f"The recording failed: {self.manifest.failure or 'no reason was kept'}.")
-        notes += [
-            f"Not recorded: {s.get('port')} {s.get('leaf') or ''}".rstrip()
-            + f" of '{s.get('layer')}' ({s.get('count', 1)} times): {s.get('reason')}"
-            for s in self.manifest.skipped
-        ]
-        return notes
+        return notes + _skipped_in_words(self.manifest.skipped)
 
     def resolve(self, name: str) -> str:
         """A layer's name from its name or alias; an unknown one gets its near names."""

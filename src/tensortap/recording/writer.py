@@ -147,7 +147,7 @@ class Writer:
                 self._parcel.lines.append(Line(site, moment, number))
 
     def take(self, tensor: torch.Tensor) -> int:
-        """Take a CPU tensor's values now; the number to refer to them by, -1 after a failure."""
+        """Take a tensor's values now; the number to refer to them by, -1 after a failure."""
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes > self._arena.limit // 2:
             return self._take_direct(tensor, nbytes)
@@ -197,9 +197,9 @@ class Writer:
             entry = Entry(number, tensor.dtype, tuple(tensor.shape), 0, nbytes)
             self._spool.put(Parcel(entries=[entry], direct=tensor.detach(), done=done))
         while not done.wait(0.2):
-            if not self._spool.alive:
+            if not self._is_alive():
                 return -1
-        return number if self._spool.alive else -1
+        return number if self._is_alive() else -1
 
     def _number(self) -> int:
         number = self._next_number

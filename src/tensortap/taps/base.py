@@ -51,8 +51,20 @@ class Tap(Protocol):
         """Leave no trace."""
         ...
 
+    def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
+        """Tell this listener the arguments of every call of the whole model."""
+        ...
+
     def drain(self) -> None:
         """Hand over what a compiled graph has left behind."""
+        ...
+
+    def settle(self) -> None:
+        """A step is over: hand over what is left of it."""
+        ...
+
+    def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
+        """Why some selected layers were not heard, and those for which there is no reason."""
         ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:

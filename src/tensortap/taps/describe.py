@@ -9,6 +9,7 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
     for parameter in model.parameters():
         dtypes[dtype_name(parameter.dtype)] += parameter.numel()
     described: dict[str, Any] = {
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "class": f"{_module_name(type(model))}.{type(model).__qualname__}",
         "parameters": sum(dtypes.values()),
         "dtypes": dict(dtypes),
         "training": model.training,
@@ -43,6 +44,13 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
     elif isinstance(config, Mapping):
         described["config"] = jsonable(config)
     return described
+
+
+def _module_name(kind: type) -> str:
+    """The module a class comes from; for a target's file, the name of the file."""
+    module = sys.modules.get(kind.__module__)
+    source = getattr(module, "__file__", None)
+    return Path(source).stem if kind.__module__.startswith("_") and source else kind.__module__
 
 
 def jsonable(value: Any) -> Any:

@@ -24,6 +24,7 @@ from ..selection import Selection, select, sites, structure
 from . import compiled
 from .base import Ports
 from .describe import describe_module
+from .fused import find_fused, listen_globally, why_silent
 from .leaves import flatten, flatten_call
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
@@ -68,6 +69,7 @@ class EagerTap:
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
         self._unfinished: set[int] | None = None
+        self._fused: set[int] = set()
         self._short_way = ports.outputs and not (ports.inputs or ports.grads)
         self._root_listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
 
@@ -78,15 +80,32 @@ class EagerTap:
         self._handles.append(
             self.model.register_forward_pre_hook(self._root_hook(), with_kwargs=True)
         )
+        is_compiled = compiled.contains_compiled(self.model)
+        self._fused = set() if is_compiled else find_fused(self.model)
+        wants_inputs = self.ports.inputs or self.ports.grads
+        before: dict[int, Callable[..., None]] = {}
+        after: dict[int, Callable[..., None]] = {}
         for place in self._places:
-            if self.ports.inputs or self.ports.grads:
+            if id(place.module) in self._fused:
+                after[id(place.module)] = self._output_hook(place)
+                if wants_inputs:
+                    before[id(place.module)] = self._input_hook(place)
+                continue
+            if wants_inputs:
                 place.input_hook = place.module.register_forward_pre_hook(
                     self._input_hook(place), with_kwargs=True
                 )
                 self._handles.append(place.input_hook)
             place.output_hook = place.module.register_forward_hook(self._output_hook(place))
             self._handles.append(place.output_hook)
-        if compiled.contains_compiled(self.model):
+        if after:
+            self._handles += listen_globally(before, after)
+            if before:
+                self.notes.append(
+                    f"Keyword arguments of {len(before)} layers inside nn.TransformerEncoderLayer "
+                    "are not recorded: their inputs are the positional ones."
+                )
+        if is_compiled:
             self.notes.append(compiled.prepare(self.ports.grads))
 
     def detach(self) -> None:
@@ -104,6 +123,12 @@ class EagerTap:
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         """Hear the arguments of every call of the whole model, for the inputs' digest."""
         self._root_listeners.append(listener)
+
+    def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
+        """Why some selected layers were not heard, and those for which we cannot say."""
+        fused = [s for s in silent if id(self._places[s.index].module) in self._fused]
+        rest = [s for s in silent if s not in fused]
+        return [why_silent([s.name for s in fused])] if fused else [], rest
 
     def describe(self) -> dict[str, Any]:
         return describe_module(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -163,9 +163,7 @@ class Recorder:
             rank=_rank(),
         )
         self._sink = Sink(self._writer, self._keep, self._budget // 4)
-        on_root_call = getattr(self.tap, "on_root_call", None)
-        if on_root_call is not None:
-            on_root_call(lambda args, kwargs: self._see_inputs(args, kwargs))
+        self.tap.on_root_call(self._see_inputs)
         self.tap.attach(self._sink, self._fail)
         return self
 
@@ -224,8 +222,7 @@ class Recorder:
         for name, value in (("epoch", epoch), ("batch", batch)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise OptionError(f"{name} must be a whole number from 0, got {value!r}.")
-        settle = getattr(self.tap, "settle", self.tap.drain)
-        settle()
+        self.tap.settle()
         sink.advance(self.tap.slots, epoch=epoch, batch=batch)
         self._report()
 
@@ -246,7 +243,7 @@ class Recorder:
             )
         return self._sink
 
-    def _see_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _see_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._sink is not None:
             self._inputs.see((self._sink.epoch, self._sink.batch), args, kwargs)
 
@@ -268,19 +265,23 @@ class Recorder:
 
     def _missed(self) -> list[str]:
         """Selected layers from which nothing was heard."""
-        silent = [slot.name for slot in self.tap.slots if slot.seen == 0]
-        heard = len(self.tap.slots) - len(silent)
+        unheard = [slot for slot in self.tap.slots if slot.seen == 0]
+        heard = len(self.tap.slots) - len(unheard)
+        reasons, unheard = self.tap.explain_silence(unheard)
+        silent = [slot.name for slot in unheard]
         if not silent:
-            return []
+            return reasons
         shown = ", ".join(f"'{name}'" for name in silent[:8]) + (", …" if len(silent) > 8 else "")
         if heard == 0:
             return [
+                *reasons,
                 f"None of the {len(silent)} selected layers ran while recording. Call the model "
-                "inside the with block, as model(…) and not model.forward(…) of a layer."
+                "inside the with block, as model(…) and not model.forward(…) of a layer.",
             ]
         return [
+            *reasons,
             f"Nothing was heard from {len(silent)} of {len(self.tap.slots)} selected layers: "
-            f"{shown}. They did not run, or were called by .forward() directly, which skips hooks."
+            f"{shown}. They did not run, or were called by .forward() directly, which skips hooks.",
         ]
 
     def _manifest(self) -> Manifest:

@@ -155,8 +155,6 @@ class Sink:
             row = np.empty(WIDTH)
             histogram = fill_row(row, tensor, self.writer.histograms)
             return Held(port, leaf, shape, dtype, device, -1, row, histogram)
-        if tensor.device.type != "cpu":
-            tensor = tensor.detach().to("cpu")
         return Held(port, leaf, shape, dtype, device, self.writer.take(tensor))
 
     def _site(self, slot: Slot, item: Held) -> int:
