@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..numerics.summary import Summary
 
-__all__ = ["Bars", "bars_of_summary", "bars_of_tensor", "draw", "finite_values"]
+__all__ = ["Bars", "bars_of_summary", "bars_of_tensor", "counted", "draw", "finite_values"]
 
 WIDTH = 40
 HEIGHT = 5
@@ -53,8 +54,7 @@ def finite_values(tensor: torch.Tensor, most: int | None = None) -> np.ndarray[A
     flat = flat.reshape(-1)
     if most is not None and flat.numel() > most:
         flat = flat[:: -(-flat.numel() // most)]
-    keep = flat.dtype in (torch.float32, torch.float64)
-    values: np.ndarray[Any, Any] = (flat if keep else flat.to(torch.float64)).numpy()
+    values: np.ndarray[Any, Any] = flat.to(torch.float64).numpy()
     finite: np.ndarray[Any, Any] = values[np.isfinite(values)]
     return finite
 
@@ -65,7 +65,7 @@ def bars_of_tensor(tensor: torch.Tensor, low: float, high: float) -> Bars | None
     if not values.size:
         return None
     low, high = _widened(low, high)
-    counts, _ = np.histogram(values, bins=WIDTH, range=(low, high))
+    counts, _ = counted(values, WIDTH, low, high)
     return Bars(
         low,
         high,
@@ -74,6 +74,16 @@ def bars_of_tensor(tensor: torch.Tensor, low: float, high: float) -> Bars | None
         above=int((values > high).sum()),
         approximate=tensor.numel() > _LARGE,
     )
+
+
+def counted(
+    values: np.ndarray[Any, Any], steps: int, low: float, high: float
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Counts and edges of equal steps; a span that overflows a float64 is counted at a quarter."""
+    if math.isfinite(high - low):
+        return np.histogram(values, bins=steps, range=(low, high))
+    counts, edges = np.histogram(values / 4, bins=steps, range=(low / 4, high / 4))
+    return counts, edges * 4
 
 
 def bars_of_summary(summary: Summary, low: float, high: float) -> Bars | None:
@@ -87,7 +97,8 @@ def bars_of_summary(summary: Summary, low: float, high: float) -> Bars | None:
     upper = np.maximum(upper, lower)
     edges = np.linspace(low, high, WIDTH + 1)
     width = np.maximum(upper - lower, np.finfo(np.float64).tiny)
-    share = np.clip((edges[:, None] - lower) / width, 0.0, 1.0)
+    with np.errstate(over="ignore"):
+        share = np.clip((edges[:, None] - lower) / width, 0.0, 1.0)
     cumulative = np.rint((share * counts).sum(axis=1)).astype(np.int64)
     total = int(counts.sum())
     return Bars(

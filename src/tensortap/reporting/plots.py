@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import MissingExtraError, OptionError, RecordingError
 from . import text
-from .bars import finite_values
+from .bars import counted, finite_values
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ FEATURES = 100
 _POSITIONS = 2048
 _SAMPLED = 1 << 24
 _CLIP = 2  # percent at each end: one massive feature must not hide all others
+_LARGEST = 1e300  # matplotlib's own arithmetic overflows beyond
 _INK, _MUTED, _BLUE = "#1f2933", "#66788a", "#2563a8"
 
 
@@ -54,6 +55,10 @@ def plot_record(record: Record, path: Path) -> Plotted:
         raise RecordingError(
             f"The {record.where()} is empty (shape {text.shape(record.shape)}): "
             "there is nothing to plot."
+        )
+    if record.summary.absmax > _LARGEST:
+        raise RecordingError(
+            f"The {record.where()} reaches {record.summary.absmax:.3g}, too large for a plot."
         )
     with matplotlib.rc_context(_STYLE):
         figure, notes = _draw(record, tensor)
@@ -146,10 +151,10 @@ def _distribution(panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
         _say(panel, "no finite values")
         return
     low, high = float(values.min()), float(values.max())
-    if high == low or not np.isfinite(high - low):
+    if high == low:
         room = max(abs(low) * 0.5, 0.5)
-        low, high = (low - room, high + room) if high == low else (low / 2, high / 2)
-    counts, edges = np.histogram(values.astype(np.float64, copy=False), BINS, (low, high))
+        low, high = low - room, high + room
+    counts, edges = counted(values, BINS, low, high)
     panel.stairs(counts, edges, fill=True, color=_BLUE)
     panel.set_xlim(low, high)
     if _outliers(values, low, high):
