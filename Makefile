@@ -32,9 +32,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/summary.py
 	$(BIN)/python benchmarks/recording.py
 
-# Remakes the pictures under docs/.
+# Remakes the pictures and the command reference under docs/.
 pictures: $(STAMP)
 	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/reference.py
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,83 @@
+"""Every command in the README and the docs runs, in order, and every page is in step."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
+)
+def test_every_command_runs_as_written(page: Path, tmp_path) -> None:
+    environment = {**os.environ, "NO_COLOR": "1"}
+    for words in commands(page):
+        assert words[0] == "tensortap", f"{page.name}: {words} is no command of ours"
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{page.name}: {shlex.join(words)}\n{done.stderr}"
+        assert done.stdout.strip()
+
+
+def test_both_readmes_show_the_same_commands() -> None:
+    english, chinese = (ROOT / "README.md", ROOT / "README.zh.md")
+    assert commands(english) == commands(chinese)
+    table = re.compile(r"\]\((docs/[a-z.]+|ARCHITECTURE.md)\)")
+    assert table.findall(english.read_text()) == table.findall(chinese.read_text())
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.name
+)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_reference_is_made_from_the_commands() -> None:
+    """Fails when an option is added or changed and the page is not remade: make pictures."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert (ROOT / "docs" / "commands.md").read_text() == reference.page()
+
+
+def test_the_python_of_the_format_page_reads_a_recording(tmp_path, monkeypatch) -> None:
+    import torch
+
+    import tensortap as tap
+
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 3)
+    with tap.record(model, "runs/fp32", layers="all"):
+        expected = model(torch.ones(1, 2))
+    (code,) = blocks(ROOT / "docs" / "format.md", "python")
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["layer"] == ""
+    assert torch.equal(names["values"], expected)
