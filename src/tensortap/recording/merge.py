@@ -1,6 +1,7 @@
 """Joins small neighbouring segments when a recording closes.
 
-Sealing every second keeps a crash cheap but leaves many small files. The joined file takes the name
+Sealing every second keeps a crash cheap but leaves many small files, and the room reserved for
+their headers mostly blank. The joined file takes the name
 of its first part and lists the others as merged before they are removed, so that a crash in between
 shows no row twice.
 """
@@ -41,14 +42,19 @@ def _groups(store: Store, names: Sequence[str]) -> Iterator[list[Segment]]:
         segment = read_segment(store, name) if nbytes <= _SMALL else None
         fits = segment and size + nbytes <= _LARGEST and rows + len(segment.rows) <= _MOST_ROWS
         if not fits:
-            if len(group) > 1:
+            if _is_worth_it(group, size):
                 yield group
             group, size, rows = [], 0, 0
         if segment is not None:
             group.append(segment)
             size, rows = size + nbytes, rows + len(segment.rows)
-    if len(group) > 1:
+    if _is_worth_it(group, size):
         yield group
+
+
+def _is_worth_it(group: list[Segment], size: int) -> bool:
+    """Several files become one; a single one is rewritten when its header is mostly blank."""
+    return len(group) > 1 or (len(group) == 1 and 4 * group[0].padding > size)
 
 
 def _merge(store: Store, group: list[Segment]) -> None:

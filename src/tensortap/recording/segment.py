@@ -136,6 +136,7 @@ class Segment:
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]]
     histograms: tuple[tuple[int, int], ...]
     data_start: int
+    padding: int
 
     def view(self, tensor: str) -> memoryview:
         _, _, start, stop = self.tensors[tensor]
@@ -164,14 +165,16 @@ def read_segment(store: Store, name: str) -> Segment:
             f"the file has {size - 8} behind the length."
         )
     try:
-        whole = json.loads(bytes(store.view(name, 8, 8 + length)))
+        text = bytes(store.view(name, 8, 8 + length))
+        whole = json.loads(text)
         document = json.loads(whole["__metadata__"][HEADER_KEY])
         entries = {key: value for key, value in whole.items() if key != "__metadata__"}
         tensors = {
             key: _check_entry(key, value, size - 8 - length, where)
             for key, value in entries.items()
         }
-        return _build(store, name, document, tensors, 8 + length, where)
+        padding = len(text) - len(text.rstrip(b" "))
+        return _build(store, name, document, tensors, (8 + length, padding), where)
     except DamagedError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -208,7 +211,7 @@ def _build(
     name: str,
     document: Any,
     tensors: dict[str, tuple[str, tuple[int, ...], int, int]],
-    data_start: int,
+    header: tuple[int, int],
     where: str,
 ) -> Segment:
     sites = tuple(_site(item, where) for item in document["sites"])
@@ -231,7 +234,8 @@ def _build(
         rows=rows,  # type: ignore[arg-type]
         tensors=tensors,
         histograms=tuple((int(r), int(n)) for r, n in document.get("histograms", ())),
-        data_start=data_start,
+        data_start=header[0],
+        padding=header[1],
     )
 
 
