@@ -81,7 +81,7 @@ def test_a_session_end_to_end(tmp_path: Path) -> None:
     assert (recorded.returncode, recorded.stdout[:18]) == (0, "Recorded 8 layers,")
     shown = command("show", run, COLUMNS="30", FORCE_COLOR="", TERM="dumb")
     assert shown.returncode == 0
-    assert "NaN   Inf" in shown.stdout
+    assert "NaN  Inf" in shown.stdout
     assert "\x1b" not in shown.stdout
     missing = command("show", run, "blocks.99")
     assert missing.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,30 @@ def test_what_a_layout_cannot_hold_is_said(tmp_path: Path) -> None:
     assert said["other layers"].layers == 2
     assert "later batches" not in said
     assert str(said["other layers"]) == "other layers: 6 records of 2 layers"
+
+
+def test_each_reason_has_its_name(tmp_path: Path) -> None:
+    writer = Writer(str(tmp_path / "run"), Manifest(mode="m"))
+    rows = [
+        Row("a", "output", "[0]"),
+        Row("a", "output", "[1]"),
+        Row("a", "output", "[0]", call=1),
+        Row("a", "output", "[0]", batch=1),
+        Row("a", "grad_output", "[0]"),
+        Row("a", "input"),
+    ]
+    for order, row in enumerate(rows):
+        writer.add(replace(row, order=order), torch.full((2,), float(order)))
+    writer.close()
+    result = export(tmp_path / "run", "pt", tmp_path / "out")
+    said = {item.what: item.records for item in result.left_out}
+    assert said == {
+        "other leaves": 1,
+        "later calls": 1,
+        "later batches": 1,
+        "gradients": 1,
+        "inputs": 1,
+    }
 
 
 @pytest.mark.parametrize("layout", ["npy", "npz"])

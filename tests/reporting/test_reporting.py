@@ -227,7 +227,7 @@ def test_colour_on_a_terminal_alone(
     rows = layer_rows(odd["nan"].records)
     for stream in (Terminal(), io.StringIO()):
         monkeypatch.setattr("sys.stdout", stream)
-        console.stdout().print(layers_table(rows))
+        console.print_table(console.stdout(), layers_table(rows))
         coloured = re.search(r"\x1b\[1;31m\s*9", stream.getvalue()) is not None
         assert coloured == (stream.isatty() and not no_color)
 
@@ -236,11 +236,27 @@ def test_a_pipe_loses_no_column(odd: Recording, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("COLUMNS", "20")
     stream = io.StringIO()
     monkeypatch.setattr("sys.stdout", stream)
-    console.stdout().print(layers_table(layer_rows(odd.records)))
+    console.print_table(console.stdout(), layers_table(layer_rows(odd.records)))
     lines = stream.getvalue().splitlines()
     assert len(lines) == len(TENSORS) + 2
     assert "long." * 60 in stream.getvalue()
     assert "…" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("columns", [20, 80, 120])
+def test_a_narrow_terminal_cuts_no_number(
+    odd: Recording, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    rows = layer_rows(odd.records)
+    console.print_table(console.stdout(), layers_table(rows))
+    for row in rows:
+        assert text.number(row.summary.min) in stream.getvalue()
+        assert text.shape(row.shapes[0]) in stream.getvalue()
 
 
 @pytest.mark.parametrize(

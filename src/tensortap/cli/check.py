@@ -68,12 +68,12 @@ def check(
             }
         )
     else:
-        from ..reporting.console import stdout
+        from ..reporting.console import print_table, stdout
         from ..reporting.tables import findings_table
         from ..reporting.text import plural
 
         if findings:
-            stdout().print(findings_table(findings))
+            print_table(stdout(), findings_table(findings))
         layers = plural(len(recording), "layer")
         found = (
             f"{plural(errors, 'error')}, {plural(warnings, 'warning')}" if findings else "healthy"

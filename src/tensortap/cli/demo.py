@@ -65,17 +65,17 @@ def _is_ours(path: str) -> bool:
 
 
 def _print(recording: Recording, seconds: float) -> None:
-    from ..reporting.console import stdout
+    from ..reporting.console import print_table, stdout
     from ..reporting.tables import findings_table, header, layer_rows, layers_table
     from ..reporting.text import size
 
     console = stdout()
     say(f"Recorded the built-in model in {seconds:.1f} s, {size(recording.nbytes)} on disk.")
     console.print(header(recording), style="dim")
-    console.print(layers_table(layer_rows(recording.records)))
+    print_table(console, layers_table(layer_rows(recording.records)))
     findings = recording.check()
     if findings:
-        console.print(findings_table(findings))
+        print_table(console, findings_table(findings))
     say("Checked: healthy" if not findings else f"Checked: {len(findings)} findings")
     block = next(iter(recording.manifest.structure.blocks), recording.layers[0])
     say("\nTry next:")

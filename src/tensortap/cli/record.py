@@ -170,9 +170,9 @@ def _plan(target: Target, settings: Settings, as_json: bool) -> None:
     if as_json:
         print_json(plan.to_dict(keep=settings.keep))
     else:
-        from ..reporting.console import stdout
+        from ..reporting.console import print_table, stdout
 
-        stdout().print(plan_table(plan))
+        print_table(stdout(), plan_table(plan))
         say(plan.sentence(keep=settings.keep))
         last = plan.last_layer
         if settings.early_stop and not settings.grads and target.run is None and last:

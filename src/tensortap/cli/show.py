@@ -81,11 +81,11 @@ def _all(
             }
         )
         return
-    from ..reporting.console import stdout
+    from ..reporting.console import print_table, stdout
 
     console = stdout()
     console.print(header(recording), style="dim")
-    console.print(layers_table(rows, each=each))
+    print_table(console, layers_table(rows, each=each))
 
 
 def _one(

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["stderr", "stdout", "table"]
+__all__ = ["print_table", "stderr", "stdout", "table"]
 
 _WIDE = 10_000
 
@@ -39,17 +39,45 @@ def stderr() -> Console:
     )
 
 
+_FOLDING = ("layer", "alias", "type", "leaf", "finding")
+_NARROWEST = 14
+
+
 def table(*columns: tuple[str, str]) -> Table:
     """An empty table in the house style; a column is its title and how it is justified."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        header_style="bold",
+        show_edge=False,
+    )
     for title, justify in columns:
         made.add_column(
             title,
             justify=justify,  # type: ignore[arg-type]
             overflow="fold",
-            no_wrap=justify == "right",
+            no_wrap=title not in _FOLDING,
         )
     return made
+
+
+def print_table(console: Console, made: Table) -> None:
+    """Print a table whole. Names may fold; where even that is too wide, the terminal wraps lines.
+
+    rich on its own would squeeze every column, and cut numbers.
+    """
+    from rich.measure import Measurement
+
+    wide = console.options.update(max_width=_WIDE, width=_WIDE)
+    natural = Measurement.get(console, wide, made).maximum
+    spare = 0
+    for column in made.columns:
+        if column.header in _FOLDING:
+            cells = max((len(str(cell)) for cell in column.cells), default=0)
+            spare += max(0, cells - _NARROWEST)
+    made.width = min(natural, max(console.width, natural - spare))
+    console.print(made, crop=False)

@@ -191,12 +191,16 @@ def detect(source: Path) -> Layout:
 
 def left_out(recording: Recording, taken: Iterable[Record]) -> tuple[LeftOut, ...]:
     """The records that were not taken, by the reason why a layout cannot hold them."""
-    held = {_key(record) for record in taken}
-    with_output = {record.layer for record in recording.records if _key(record) in held}
+    held: set[tuple[object, ...]] = set()
+    leaves: dict[tuple[str, str], set[str]] = {}
+    for record in taken:
+        held.add(_key(record))
+        leaves.setdefault((record.layer, record.port), set()).add(record.leaf)
     groups: dict[str, list[str]] = {}
     for record in recording.records:
         if _key(record) not in held:
-            groups.setdefault(_reason(record, with_output), []).append(record.layer)
+            known = leaves.get((record.layer, record.port))
+            groups.setdefault(_reason(record, known), []).append(record.layer)
     return tuple(LeftOut(what, len(layers), len(set(layers))) for what, layers in groups.items())
 
 
@@ -204,22 +208,17 @@ def _key(record: Record) -> tuple[object, ...]:
     return (record.rank, record.order, record.layer, record.port, record.leaf)
 
 
-def _reason(record: Record, taken_layers: set[str]) -> str:
+def _reason(record: Record, taken_leaves: set[str] | None) -> str:
     if not record.stored:
         return "summaries without tensors"
-    if record.port == "input":
-        return "inputs"
-    if record.port.startswith("grad"):
-        return "gradients"
-    if record.layer not in taken_layers:
-        return "other layers"
+    if taken_leaves is None:
+        names = {"input": "inputs", "output": "other layers"}
+        return names.get(record.port, "gradients")
     if record.rank:
         return "other ranks"
-    if record.call:
-        return "later calls"
-    if record.leaf:
+    if record.leaf not in taken_leaves:
         return "other leaves"
-    return "later batches"
+    return "later calls" if record.call else "later batches"
 
 
 def _count(number: int, word: str) -> str:
