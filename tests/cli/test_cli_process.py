@@ -138,6 +138,16 @@ def test_broken_pipe_is_quiet(demo: Path) -> None:
     assert result.stderr == ""
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout(demo: Path) -> None:
+    script = f"{sys.executable} -m tensortap show {demo} > /dev/full"
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment()
+    )
+    assert result.returncode == 2
+    assert result.stderr == "tensortap: No space left on device.\n"
+
+
 def test_plain_ascii_terminal(demo: Path) -> None:
     result = command("show", demo, "blocks.1", PYTHONIOENCODING="ascii")
     assert result.returncode == 0

@@ -79,7 +79,7 @@ def make(
                     if batch == 0
                     else any_bits(dtype, (2, 16, 8))
                 )
-                row = Row(layer, port, type="Block", batch=batch, order=order)  # type: ignore[arg-type]
+                row = Row(layer, port, "[0]", type="Block", batch=batch, order=order)  # type: ignore[arg-type]
                 writer.add(row, tensor)
                 order += 1
     writer.close()
@@ -120,6 +120,7 @@ def test_round_trip(tmp_path: Path, layout: str, dtype: torch.dtype) -> None:
     for name in held:
         assert same(after[name].output, before[name].output)
         assert after[name].type == "Block"
+        assert after[name].first("output").leaf == "[0]"
     if layout == "npz":
         assert same(after[held[0]].input, before[held[0]].input)
 

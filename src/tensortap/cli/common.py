@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -88,14 +89,26 @@ def guarded(verb: Callable[..., int | None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             _complain("interrupted.")
             code = INTERRUPTED
-        except BrokenPipeError:
-            # Whoever read our output has left; the interpreter must not complain of it either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # whoever read our output has left
+            _drop_stdout()
             code = BROKEN_PIPE
+        except OSError as error:  # the machine's trouble: no permission, a full disk
+            if os.environ.get(TRACEBACK):
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            _drop_stdout()
+            _complain(f"{where}{error.strerror or error}.")
+            code = TROUBLE
         if code:
             raise typer.Exit(code)
 
     return run
+
+
+def _drop_stdout() -> None:
+    """Let what is still buffered go nowhere, so that the interpreter does not complain at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(sentence: str) -> None:

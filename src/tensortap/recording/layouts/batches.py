@@ -112,6 +112,7 @@ def describe(records: Sequence[Record], shape: Sequence[int]) -> dict[str, Any]:
         "first_10": summary["first"],
         **{key: summary[key] for key in ("mean", "std", "min", "max", "nan", "posinf", "neginf")},
         "layer": first.layer,
+        "leaf": first.leaf,
         "alias": first.alias,
         "type": first.type,
         "dtype": first.dtype,

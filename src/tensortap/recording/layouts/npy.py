@@ -162,6 +162,7 @@ def row(layer: str, about: Mapping[str, Any], part: Part, order: int) -> Row:
     return Row(
         layer=layer,
         port="output",
+        leaf=str(about.get("leaf") or ""),
         alias=alias if isinstance(alias, str) else None,
         type=str(about.get("type") or ""),
         epoch=part.epoch,

@@ -220,6 +220,7 @@ def _tree(
                 Row(
                     layer=layer,
                     port=port,
+                    leaf=str(known.get("leaf") or ""),
                     alias=alias if isinstance(alias, str) else None,
                     type=str(known.get("type") or ""),
                     epoch=part.epoch,

@@ -144,6 +144,7 @@ def _statistics(record: Record) -> dict[str, Any]:
         "has_nan": summary.has_nan,
         "has_inf": summary.has_inf,
         "layer": record.layer,
+        "leaf": record.leaf,
         "type": record.type,
     }
     return {**result, "alias": record.alias} if record.alias is not None else result
@@ -190,7 +191,8 @@ def _row(short: str, about: Mapping[Any, Any], order: int, taken: Mapping[str, s
     alias = about.get("alias")
     if not isinstance(alias, str):
         alias = short if short != (layer or "root") else None
-    return Row(layer, "output", alias=alias, type=str(about.get("type") or ""), order=order)
+    leaf, kind = str(about.get("leaf") or ""), str(about.get("type") or "")
+    return Row(layer, "output", leaf, alias, kind, order=order)
 
 
 class _Loader:
