@@ -148,6 +148,19 @@ def test_a_full_disk_behind_stdout(demo: Path) -> None:
     assert result.stderr == "tensortap: No space left on device.\n"
 
 
+def test_a_recorder_that_fails_exits_2(tmp_path: Path) -> None:
+    """No file may grow over 64 KiB: what a full disk does to the writer."""
+    record = f"{sys.executable} -m tensortap record tensortap.demo:build -o {tmp_path}/run"
+    result = subprocess.run(
+        ["bash", "-c", f"ulimit -f 64; {record}"], capture_output=True, text=True, env=environment()
+    )
+    assert result.returncode == 2
+    assert "tensortap: The recording to" in result.stderr
+    assert "File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert open_recording(tmp_path / "run").status == "failed"
+
+
 def test_plain_ascii_terminal(demo: Path) -> None:
     result = command("show", demo, "blocks.1", PYTHONIOENCODING="ascii")
     assert result.returncode == 0
