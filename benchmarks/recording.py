@@ -40,7 +40,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
         b, t, w = y.shape
-        q, k, v = (f(y).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(y).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
         a = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.o(a.transpose(1, 2).reshape(b, t, w))
         return x + self.down(self.act(self.up(self.norm2(x))))
@@ -63,9 +65,7 @@ class Model(nn.Module):
 
 def outputs_of(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    hooks = [
-        m.register_forward_hook(lambda m, a, out: found.append(out)) for m in model.modules()
-    ]
+    hooks = [m.register_forward_hook(lambda m, a, out: found.append(out)) for m in model.modules()]
     model(ids)
     for hook in hooks:
         hook.remove()
@@ -78,14 +78,17 @@ def documents_way(store: dict[str, Any], name: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
         kept = out.detach().cpu().clone()
         f = kept.float()
-        store[name] = kept, {
-            "mean": f.mean().item(),
-            "std": f.std().item(),
-            "min": f.min().item(),
-            "max": f.max().item(),
-            "has_nan": torch.isnan(f).any().item(),
-            "has_inf": torch.isinf(f).any().item(),
-        }
+        store[name] = (
+            kept,
+            {
+                "mean": f.mean().item(),
+                "std": f.std().item(),
+                "min": f.min().item(),
+                "max": f.max().item(),
+                "has_nan": torch.isnan(f).any().item(),
+                "has_inf": torch.isinf(f).any().item(),
+            },
+        )
 
     return hook
 

@@ -91,5 +91,7 @@ def test_dependencies_point_one_way() -> None:
         home = path.relative_to(ROOT).parts[0].removesuffix(".py")
         if home not in LAYERS:
             continue
-        later = {layer for layer in imported_layers(path) if LAYERS.index(layer) > LAYERS.index(home)}
+        later = {
+            layer for layer in imported_layers(path) if LAYERS.index(layer) > LAYERS.index(home)
+        }
         assert not later, f"{path.relative_to(ROOT)} imports {later}"

@@ -1,6 +1,6 @@
 """Makes the small recording that tests keep for ever, to prove that this format stays readable.
 
-    python tools/make_format_sample.py tests/recording/data/format-1
+python tools/make_format_sample.py tests/recording/data/format-1
 """
 
 from __future__ import annotations

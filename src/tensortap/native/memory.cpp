@@ -17,8 +17,8 @@ namespace {
 using std::size_t;
 using std::uint64_t;
 
-constexpr size_t kPiece = size_t(1) << 20;
-constexpr size_t kParallel = size_t(4) << 20;
+constexpr size_t kPiece = size_t(128) << 10;
+constexpr size_t kParallel = size_t(256) << 10;
 constexpr uint64_t kKeys[8] = {0x9e3779b97f4a7c15ull, 0xbf58476d1ce4e5b9ull, 0x94d049bb133111ebull,
                                0xd6e8feb86659fd93ull, 0xa0761d6478bd642full, 0xe7037ed1a0b428dbull,
                                0x8ebc6af09c88c6e3ull, 0x589965cc75374cc3ull};

@@ -42,6 +42,7 @@ class Arena:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.owned = 0
+        self.idle = 0
         self._free: dict[int, list[Buffer]] = {}
         self._changed = threading.Condition()
 
@@ -50,9 +51,9 @@ class Arena:
         size = _size_class(nbytes)
         with self._changed:
             while True:
-                free = self._free.get(size)
-                if free:
-                    return free.pop()
+                found = self._find(size)
+                if found is not None:
+                    return found
                 if self.owned + size > self.limit:
                     self._drop_free(self.owned + size - self.limit)
                 if self.owned + size <= self.limit or self.owned == 0:
@@ -66,18 +67,33 @@ class Arena:
     def give(self, buffer: Buffer) -> None:
         with self._changed:
             self._free.setdefault(buffer.capacity, []).append(buffer)
+            self.idle += buffer.capacity
             self._changed.notify_all()
+
+    def pressure(self) -> float:
+        """The share of the limit that is in use."""
+        return (self.owned - self.idle) / self.limit
 
     def wake(self) -> None:
         """Let those who wait look again whether there is still a writer."""
         with self._changed:
             self._changed.notify_all()
 
+    def _find(self, size: int) -> Buffer | None:
+        """A free buffer of this size or up to four times as large: warm beats tight."""
+        fitting = [s for s, buffers in self._free.items() if buffers and size <= s <= 4 * size]
+        if not fitting:
+            return None
+        capacity = min(fitting)
+        self.idle -= capacity
+        return self._free[capacity].pop()
+
     def _drop_free(self, nbytes: int) -> None:
         for size in sorted(self._free, reverse=True):
             while self._free[size] and nbytes > 0:
                 self._free[size].pop()
                 self.owned -= size
+                self.idle -= size
                 nbytes -= size
 
 

@@ -29,13 +29,19 @@ Moment = tuple[int, int, int, int]
 
 
 class Entry(NamedTuple):
-    """A tensor to store: its number, kind, and place in the parcel's buffer."""
+    """A tensor to store: its number, kind, place in the parcel's buffer, and summary.
+
+    The summary is made by the caller's side, right behind the copy: the values are still in the
+    processor's cache, and the threads that computed them are at hand.
+    """
 
     number: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    row: np.ndarray[Any, Any] | None = None
+    histogram: Histogram | None = None
 
 
 class Line(NamedTuple):

@@ -70,9 +70,11 @@ class HeaderBuilder:
             self.estimate += len(json.dumps(json.dumps(asdict(site)))) + 2
         return index
 
-    def place(self, name: str, code: str, shape: Sequence[int], nbytes: int) -> int:
+    def place(
+        self, name: str, code: str, shape: Sequence[int], nbytes: int, align: int = ALIGNMENT
+    ) -> int:
         """Give a tensor its room behind what is there, aligned, and return where it starts."""
-        gap = -self.size % ALIGNMENT
+        gap = -self.size % align
         if gap and nbytes:
             self._entry(f"{PADDING}{len(self.tensors)}", "U8", [gap], gap)
         start = self.size

@@ -1,4 +1,4 @@
-"""The writer's thread: takes parcels in order, summarises tensors, fills and seals segments.
+"""The writer's thread: takes parcels in order, fills segments and seals them.
 
 Only this thread touches the open segment, so nothing here needs a lock. The first error ends it:
 what was sealed stays readable, whoever waits is released, and the reason is kept.
@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ import torch
 from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH, Summary
 from .arena import Arena
-from .dtypes import from_bytes, storage_of
-from .output import SegmentOutput
+from .dtypes import storage_of
+from .output import PAGE, SegmentOutput
 from .parcel import Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
 from .rows import fill_row
 from .schema import Site
-from .segment import tensor_id
+from .segment import ALIGNMENT, tensor_id
 from .store import Store
 
 __all__ = ["REMEMBERED", "Spool"]
@@ -34,6 +34,7 @@ REMEMBERED = 1 << 16
 """How many stored tensors are remembered, so that content seen again is not stored again."""
 
 _DIRECT_PIECE = 16 << 20
+_PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
 class Spool:
@@ -150,23 +151,35 @@ class Spool:
         """Place the entries; neighbours that lie alike in buffer and segment go in one write."""
         assert parcel.buffer is not None
         memory = memoryview(parcel.buffer.memory)
-        run: tuple[SegmentOutput, int, int, int] | None = None
+        run: _Run | None = None
         for entry in parcel.entries:
             output = self._segment()
-            start = self._place(output, entry)
-            if run is not None and run[0] is output and start - run[1] == entry.offset - run[2]:
-                run = (output, run[1], run[2], entry.offset + entry.nbytes)
+            start = self._place(output, entry, PAGE if entry.offset == 0 else ALIGNMENT)
+            end = entry.offset + entry.nbytes
+            if run is not None and run.output is output and run.continues(start, entry.offset):
+                run = run._replace(high=end)
             else:
-                _append(run, memory)
-                run = (output, start, entry.offset, entry.offset + entry.nbytes)
-            data = memory[entry.offset : entry.offset + entry.nbytes]
-            row = np.empty(WIDTH)
-            tensor = from_bytes(data, entry.dtype, entry.shape)
-            self._remember(entry, row, fill_row(row, tensor, self._histograms, threads=1))
+                self._write(run, memory)
+                run = _Run(output, start, entry.offset, end)
+            assert entry.row is not None
+            self._remember(entry, entry.row, entry.histogram)
             if output.full or output.builder.size >= self._seal_size:
-                _append(run, memory)
+                self._write(run, memory)
                 run = None
-        _append(run, memory)
+        self._write(run, memory)
+
+    def _write(self, run: _Run | None, memory: memoryview) -> None:
+        if run is None:
+            return
+        pages = -(-run.high // PAGE) * PAGE
+        if (
+            run.low == 0
+            and pages <= len(memory)
+            and self._arena.pressure() < _PRESSURE
+            and run.output.append_pages(run.start, memory[:pages])
+        ):
+            return
+        run.output.append(run.start, memory[run.low : run.high])
 
     def _store_direct(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A tensor too large for a buffer is written from where it lies; its owner waits."""
@@ -184,10 +197,10 @@ class Spool:
         assert total is not None
         self._remember(entry, np.asarray(total.to_row()), total.histogram)
 
-    def _place(self, output: SegmentOutput, entry: Entry) -> int:
+    def _place(self, output: SegmentOutput, entry: Entry, align: int = ALIGNMENT) -> int:
         code, shape = storage_of(entry.dtype, entry.shape)
         name = tensor_id(self._rank, entry.number)
-        return output.builder.place(name, code, shape, entry.nbytes)
+        return output.builder.place(name, code, shape, entry.nbytes, align)
 
     def _remember(
         self, entry: Entry, row: np.ndarray[Any, Any], histogram: Histogram | None
@@ -237,11 +250,16 @@ class Spool:
         self._arena.wake()
 
 
-def _append(run: tuple[SegmentOutput, int, int, int] | None, memory: memoryview) -> None:
-    """Write a run of neighbouring entries: (output, place in it, from and to in the buffer)."""
-    if run is not None:
-        output, start, low, high = run
-        output.append(start, memory[low:high])
+class _Run(NamedTuple):
+    """Neighbouring entries: where they begin in the segment, and where they lie in the buffer."""
+
+    output: SegmentOutput
+    start: int
+    low: int
+    high: int
+
+    def continues(self, start: int, offset: int) -> bool:
+        return start - self.start == offset - self.low
 
 
 def _reason(error: Exception) -> str:

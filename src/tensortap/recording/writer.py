@@ -27,6 +27,7 @@ from ..errors import RecordingError, RecordingExistsError
 from ..numerics import memory, native
 from ..numerics.backend import pick
 from ..numerics.histogram import Histogram
+from ..numerics.summary import WIDTH
 from .arena import Arena
 from .dtypes import dtype_name, from_bytes
 from .merge import merge_small
@@ -40,7 +41,7 @@ from .store import Store, open_store
 __all__ = ["Writer", "now", "prepare"]
 
 _CHUNK = 4 << 20  # small tensors share a buffer of this size
-_LARGE = 256 << 10  # from here on a tensor is handed over at once
+_LARGE = 1 << 20  # from here on a tensor is handed over at once
 
 Row64 = np.ndarray[Any, Any]
 
@@ -171,8 +172,9 @@ class Writer:
             digest = memory.copy_digest(target, address, nbytes)
         else:
             room = memoryview(parcel.buffer.memory)[parcel.used : parcel.used + nbytes]
+            copy = from_bytes(room, dtype, shape)
             with torch.no_grad():
-                from_bytes(room, dtype, shape).copy_(tensor)
+                tensor = copy.copy_(tensor)
             digest = memory.digest(target, nbytes)
         key = (digest, nbytes, dtype)
         number = self._known.get(key, -1)
@@ -181,7 +183,9 @@ class Writer:
         number = self._known[key] = self._number()
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        parcel.keep(Entry(number, dtype, shape, parcel.used, nbytes))
+        row = np.empty(WIDTH)
+        histogram = fill_row(row, tensor, self.histograms)
+        parcel.keep(Entry(number, dtype, shape, parcel.used, nbytes, row, histogram))
         if nbytes >= _LARGE:
             self._hand_over()
         return number
