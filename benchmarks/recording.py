@@ -3,7 +3,8 @@
 For a 12-layer model of hidden size 768 and for a tiny one, every module recorded: a forward with
 tensors recorded and with summaries recorded, against the plain forward, the documents' way
 (`detach().cpu()` and six statistics a layer), and the floor (the forward, then one copy of the same
-bytes into a warm buffer). One run, interleaved, medians of ratios; an A/A row shows the noise.
+bytes into a warm buffer). One run, interleaved, medians of ratios, a second of rest in between so
+that one variant does not pay for writing back another one's file; an A/A row shows the noise.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def measure(
         "documents' way": documents,
     }
     with torch.inference_mode():
-        timings = interleave(variants, rounds=rounds, warmup=2)
+        timings = interleave(variants, rounds=rounds, warmup=1, rest=1.0)
         pairs = {
             "plain again": "plain",
             "floor": "plain",
@@ -181,7 +182,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for size in [(12, 768, 12, 128, 10), (12, 768, 12, 1024, 3), (12, 32, 2, 16, 200)]:
+    for size in [(12, 768, 12, 128, 20), (12, 768, 12, 1024, 3), (12, 32, 2, 16, 500)]:
         layers, width, _, length, steps = size
         result = measure(*size, options.rounds)
         if options.json:

@@ -71,10 +71,7 @@ class LocalStore:
 
     def write_text(self, name: str, text: str) -> None:
         scratch = self.scratch(name)
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        scratch.write_text(text, encoding="utf-8")
         self.commit(scratch, name)
 
     def size(self, name: str) -> int:
