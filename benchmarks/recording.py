@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import interleave
 from torch import nn
 
 import tensortap as tap
 from tensortap.numerics import memory
+from timing import interleave
 
 
 class Block(nn.Module):
@@ -189,8 +189,9 @@ def main() -> None:
             print(json.dumps(result))
             continue
         print(
-            f"\n{layers} layers, hidden {width}, {length} tokens, {steps} forwards a recording: {result['modules']} modules, "
-            f"{result['megabytes']:.1f} MB of outputs, plain forward {result['plain_ms']:.2f} ms"
+            f"\n{layers} layers, hidden {width}, {length} tokens, {steps} forwards a recording: "
+            f"{result['modules']} modules, {result['megabytes']:.1f} MB of outputs, "
+            f"plain forward {result['plain_ms']:.2f} ms"
         )
         for name, (ratio, low, high) in result["ratios"].items():
             print(f"  {name:28s} {ratio:6.3f}   (quartiles {low:.3f} to {high:.3f})")

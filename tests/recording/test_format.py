@@ -261,4 +261,4 @@ def test_aliases_and_near_names(tmp_path) -> None:
     with pytest.raises(tap.TapError, match=r"no layer 'model\.layer\.3'.*'model\.layers\.3'"):
         run["model.layer.3"]
     with pytest.raises(tap.TapError, match=r"no input in this recording, only: output"):
-        run["attention"].input
+        _ = run["attention"].input
