@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import Net
 
 import tensortap as tap
+from support import Net
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,8 +14,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
 HEAD = """# Commands
 
 Made by `make pictures` from the commands themselves. Every command takes `--json` (data on \
-stdout; notes and progress always go to stderr) and `--help`, respects `NO_COLOR`, and exits with 0 \
-when it is done, 1 when the answer is "unhealthy", and 2 when there is trouble, said in a sentence.
+stdout; notes and progress always go to stderr) and `--help`, respects `NO_COLOR`, and exits with \
+0 when it is done, 1 when the answer is "unhealthy", and 2 when there is trouble, said in a sentence.
 """
 
 

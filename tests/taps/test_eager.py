@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
-from conftest import Net, hooked_outputs
+from support import Net, hooked_outputs
 
 
 def test_records_every_output_as_plain_hooks_see_it(net: Net, ids, recorded) -> None:

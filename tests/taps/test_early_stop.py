@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
-from conftest import Net
+from support import Net
 
 
 @pytest.fixture

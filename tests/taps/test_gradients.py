@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tensortap as tap
-from conftest import Net
+from support import Net
 
 
 def retained(model: nn.Module, x: torch.Tensor, names: list[str]) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tensortap as tap
-from conftest import Net
+from support import Net
 
 
 def compare(run: tap.Recording, expected: tap.Recording) -> None:

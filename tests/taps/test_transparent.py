@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
-from conftest import Net
+from support import Net
 
 
 def train_step(model: nn.Module, ids: torch.Tensor) -> dict[str, Any]:
