@@ -49,6 +49,7 @@ def _examine() -> dict[str, Any]:
             "tensortap": __version__,
             "python": platform.python_version(),
             **{name: _version(name) for name in _PACKAGES},
+            "torch": torch.__version__,  # with the build, which the package metadata lacks
         },
         "platform": platform.platform(),
         "numerics": backend.describe(),

@@ -74,6 +74,11 @@ class Arena:
         """The share of the limit that is in use."""
         return (self.owned - self.idle) / self.limit
 
+    def clear(self) -> None:
+        """Give all idle memory back."""
+        with self._changed:
+            self._drop_free(self.owned)
+
     def wake(self) -> None:
         """Let those who wait look again whether there is still a writer."""
         with self._changed:

@@ -23,8 +23,8 @@ from .store import Store
 
 __all__ = ["merge_small"]
 
-_SMALL = 32 << 20
-_LARGEST = 256 << 20
+_SMALL = 4 << 20
+_LARGEST = 16 << 20  # also the most memory that joining takes
 _MOST_ROWS = 200_000
 
 

@@ -282,6 +282,7 @@ class Writer:
         self._closed = True
         atexit.unregister(self._at_exit)
         self._spool.close()
+        self._arena.clear()
         failure = self.failure
         if failure is None:
             try:
