@@ -40,6 +40,8 @@ def doctor(json: JsonOption = False) -> None:
 def _examine() -> dict[str, Any]:
     import platform
 
+    import torch
+
     from .. import __version__
     from ..numerics import backend
     from ..recording import layouts
