@@ -81,3 +81,14 @@ def test_the_python_of_the_format_page_reads_a_recording(tmp_path, monkeypatch) 
     exec(code, names)
     assert names["layer"] == ""
     assert torch.equal(names["values"], expected)
+
+
+def test_the_python_page_runs_and_names_every_public_name(tmp_path, monkeypatch) -> None:
+    import tensortap as tap
+
+    page = ROOT / "docs" / "python.md"
+    for name in tap.__all__:
+        assert f"tap.{name}" in page.read_text(), name
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(page, "python")
+    exec(code, {})

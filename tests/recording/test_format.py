@@ -241,6 +241,19 @@ def test_summaries_alone(net, ids, recorded) -> None:
             a.tensor()
 
 
+def test_a_recording_in_a_notebook_is_a_table_with_everything_escaped(tmp_path) -> None:
+    write(tmp_path / "r", {"<b>bold</b>": torch.tensor([1.0, float("nan")])})
+    html = tap.open(tmp_path / "r")._repr_html_()
+    assert "<td>&lt;b&gt;bold&lt;/b&gt;</td>" in html and "<b>" not in html
+    assert "<td>1</td><td>0</td></tr>" in html
+
+
+def test_a_record_as_json(tmp_path) -> None:
+    write(tmp_path / "r", {"a": torch.tensor([1.0, 3.0])})
+    data = json.loads(json.dumps(tap.open(tmp_path / "r").records[0].to_dict()))
+    assert (data["layer"], data["shape"], data["summary"]["mean"]) == ("a", [2], 2.0)
+
+
 def test_a_remote_folder_works_like_a_local_one(net, ids) -> None:
     path = f"memory://tests/{os.getpid()}/{time.monotonic_ns()}"
     with torch.no_grad(), tap.record(net, path, layers="all", inputs=True) as rec:

@@ -128,6 +128,29 @@ def test_kinds_of_tensors_get_their_treatment(recorded) -> None:
     assert any("['meta']" in note and "meta tensor holds no values" in note for note in run.notes)
 
 
+def test_quantised_tensors_are_recorded_as_the_values_they_stand_for(recorded) -> None:
+    x = torch.tensor([0.1, 0.26, -1.0])
+    quantised = torch.quantize_per_tensor(x, 0.25, 0, torch.qint8)
+    run = recorded(Returns(lambda _: quantised), x)
+    assert run[""].output.tolist() == [0.0, 0.25, -1.0]
+    assert run[""].records[0].dtype == "float32"
+
+
+def test_of_a_dtensor_the_local_part_is_recorded(recorded, tmp_path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(torch.arange(6.0), init_device_mesh("cpu", (1,)), [Shard(0)])
+        run = recorded(Returns(lambda _: sharded), torch.ones(1))
+    finally:
+        dist.destroy_process_group()
+    assert [r.leaf for r in run[""].records] == [".to_local()"]
+    assert torch.equal(run[""].output, torch.arange(6.0))
+
+
 def test_a_tensor_that_cannot_be_brought_over_is_named_and_the_rest_goes_on(recorded) -> None:
     class Stuck(torch.Tensor):
         @staticmethod

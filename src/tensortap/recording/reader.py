@@ -163,6 +163,14 @@ class Record:
             )
         return self._recording._load(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Where and when, and the summary, as JSON holds it."""
+        names = "layer alias port leaf epoch batch call order type shape dtype device rank stored"
+        return {
+            **{name: getattr(self, name) for name in names.split()},
+            "summary": self.summary.to_dict(),
+        }
+
     def where(self) -> str:
         """This record in words, for messages."""
         leaf = f" {self.leaf}" if self.leaf else ""
@@ -325,6 +333,11 @@ class Recording(Mapping[str, Layer]):
 
     def __repr__(self) -> str:
         return f"<Recording {self.path}: {len(self)} layers, {self.status}>"
+
+    def _repr_html_(self) -> str:
+        from .html import recording_table
+
+        return recording_table(self)
 
     def _layer(self, name: str) -> Layer:
         records = tuple(self._record(segment, row) for segment, row in self._rows[name])
