@@ -273,3 +273,63 @@ def test_default_on_a_model_without_blocks_falls_back_to_leaves_and_says_so(tmp_
         model(torch.ones(1, 2))
     assert rec.layers == ["0", "1"]
     assert any("leaves" in note for note in rec.notes)
+
+
+def test_odd_inputs_do_not_stop_a_recording(recorded) -> None:
+    class Dense(nn.Module):
+        def forward(self, x: torch.Tensor, y: object = None) -> torch.Tensor:
+            return x.to_dense() * 2
+
+    run = recorded(Dense(), torch.eye(3).to_sparse(), "text", inputs=True)
+    assert torch.equal(run[""].output, torch.eye(3) * 2)
+    assert torch.equal(run[""].input, torch.eye(3))
+
+
+def test_lazy_modules_are_recorded_from_their_first_call(recorded) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    run = recorded(model, torch.ones(2, 5))
+    assert run["0"].output.shape == (2, 3)
+
+
+def test_a_dtype_that_cannot_be_summarised_is_named_and_the_rest_goes_on(recorded) -> None:
+    odd = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return odd, x
+
+    for keep in ("tensors", "summary"):
+        run = recorded(nn.Sequential(Odd()), torch.ones(2), keep=keep)
+        assert [r.leaf for r in run["0"].records] == ["[1]"]
+        assert any("float4_e2m1fn_x2" in note and "[0]" in note for note in run.notes)
+
+
+def test_many_threads_record_at_once(tmp_path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with tap.record(model, tmp_path / "r", layers="leaves", budget=4 << 20) as rec:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: model(torch.full((100, 1000), float(i))), range(64)))
+    assert rec.failure is None
+    run = tap.open(tmp_path / "r")
+    for name in ("0", "1"):
+        records = run[name].records
+        assert sorted(r.call for r in records) == list(range(64))
+        assert sorted(r.tensor()[0, 0].item() for r in records) == [float(i) for i in range(64)]
+        assert all(r.tensor().unique().numel() == 1 for r in records)
+
+
+def test_a_forked_child_does_not_wait_for_a_writer_it_does_not_have(tmp_path) -> None:
+    import os
+
+    model = nn.Sequential(nn.Identity())
+    with tap.record(model, tmp_path / "r", layers="leaves", budget=1 << 20) as rec:
+        child = os.fork()
+        if child == 0:
+            for i in range(20):
+                model(torch.full((1 << 16,), float(i)))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        rec.run(torch.ones(3))
+    assert len(tap.open(tmp_path / "r").records) == 1

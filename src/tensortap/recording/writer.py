@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import threading
 from collections import OrderedDict
 from dataclasses import replace
@@ -95,6 +96,7 @@ class Writer:
         self._parcel = Parcel()
         self._chunk = min(_CHUNK, self._arena.limit // 4)
         self._closed = False
+        self._owner = os.getpid()
         backend = pick(torch.empty(0))
         self._native = native.summarize_into if backend.name == "native" else None
         try:
@@ -152,7 +154,7 @@ class Writer:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes > self._arena.limit // 2:
             return self._take_direct(tensor, nbytes)
-        while self._spool.alive and not self._closed:
+        while self._takes():
             with self._lock:
                 if self._parcel.buffer is not None and self._parcel.room() >= nbytes:
                     return self._take_into(self._parcel, tensor, nbytes)
@@ -180,11 +182,11 @@ class Writer:
         number = self._known.get(key, -1)
         if number >= 0:
             return number
+        row = np.empty(WIDTH)
+        histogram = fill_row(row, tensor, self.histograms)
         number = self._known[key] = self._number()
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        row = np.empty(WIDTH)
-        histogram = fill_row(row, tensor, self.histograms)
         parcel.keep(Entry(number, dtype, shape, parcel.used, nbytes, row, histogram))
         if nbytes >= _LARGE:
             self._hand_over()
@@ -192,7 +194,7 @@ class Writer:
 
     def _take_direct(self, tensor: torch.Tensor, nbytes: int) -> int:
         """A tensor too large for a snapshot: it is written from where it lies, while we wait."""
-        if not self._spool.alive or self._closed:
+        if not self._takes():
             return -1
         done = threading.Event()
         with self._lock:
@@ -212,7 +214,7 @@ class Writer:
 
     def summarize(self, site: int, moment: Moment, tensor: torch.Tensor) -> None:
         """Keep a tensor's summary alone; the tensor is read before this returns."""
-        if not self._spool.alive or self._closed:
+        if not self._takes():
             return
         with self._lock:
             parcel = self._parcel
@@ -233,7 +235,7 @@ class Writer:
         self, site: int, moment: Moment, row: Row64, histogram: Histogram | None = None
     ) -> None:
         """Keep a raw summary row that was made before."""
-        if not self._spool.alive or self._closed:
+        if not self._takes():
             return
         with self._lock:
             index, _ = self._parcel.next_summary()
@@ -267,6 +269,10 @@ class Writer:
 
     def _is_alive(self) -> bool:
         return self._spool.alive
+
+    def _takes(self) -> bool:
+        """Whether records are still taken; a forked child has no thread that would write them."""
+        return self._spool.alive and not self._closed and os.getpid() == self._owner
 
     def flush(self, *, sync: bool = False) -> None:
         """Return when everything taken so far stands in sealed segments."""
@@ -306,5 +312,7 @@ class Writer:
 
     def _at_exit(self) -> None:
         """The interpreter ends with the recording open: keep what was taken."""
+        if os.getpid() != self._owner:
+            return
         self._closed = True
         self._spool.close()

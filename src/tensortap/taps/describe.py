@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..recording.dtypes import dtype_name
 from .leaves import flatten
+from .plain import is_plain
 
 __all__ = ["InputLog", "describe_environment", "describe_module", "device_of"]
 
@@ -29,7 +31,8 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
     model = model._modules.get("_orig_mod") or model
     dtypes: Counter[str] = Counter()
     for parameter in model.parameters():
-        dtypes[dtype_name(parameter.dtype)] += parameter.numel()
+        if not isinstance(parameter, UninitializedParameter):
+            dtypes[dtype_name(parameter.dtype)] += parameter.numel()
     described: dict[str, Any] = {
         "class": f"{_module_name(type(model))}.{type(model).__qualname__}",
         "parameters": sum(dtypes.values()),
@@ -117,7 +120,7 @@ class InputLog:
         ]
         digest = hashlib.blake2b(digest_size=16)
         for leaf, tensor in leaves:
-            if tensor is not None and not tensor.is_meta:
+            if tensor is not None:
                 digest.update(f"{leaf} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}".encode())
                 digest.update(_bytes(tensor))
                 self._keep_ids(leaf, tensor)
@@ -138,7 +141,8 @@ class InputLog:
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
-    plain = tensor.detach().to("cpu").contiguous().reshape(-1)
-    if plain.numel() == 0:
+    """The values of an input; of one that is no plain memory (sparse, meta) the shape must do."""
+    if not is_plain(tensor) or tensor.numel() == 0:
         return b""
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data

@@ -180,7 +180,7 @@ class EagerTap:
                     for listener in self._root_listeners:
                         listener(args, kwargs)
             except Exception as error:  # the model must not notice
-                self._on_failure(error)
+                self._fail(error)
 
         return hook
 
@@ -197,7 +197,7 @@ class EagerTap:
                 with unseen():
                     self._enter(place, sink, flatten_call(module, args, kwargs))
             except Exception as error:  # the model must not notice
-                self._on_failure(error)
+                self._fail(error)
 
         return hook
 
@@ -218,7 +218,7 @@ class EagerTap:
                     else:
                         self._leave(place, sink, output)
             except Exception as error:  # the model must not notice
-                self._on_failure(error)
+                self._fail(error)
             self._stop_if_done(place)
 
         return hook
@@ -278,9 +278,14 @@ class EagerTap:
                 with unseen():
                     sink.emit(call, sink.hold(call.slot, port, [(leaf, grad)]))
             except Exception as error:  # the model must not notice
-                self._on_failure(error)
+                self._fail(error)
 
         return hook
+
+    def _fail(self, error: Exception) -> None:
+        """Something of ours went wrong: listen no more, and say so."""
+        self._sink = None
+        self._on_failure(error)
 
     # Keeping house.
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..errors import TapError
 from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH
 from ..recording.dtypes import dtype_name
@@ -27,6 +28,17 @@ from .plain import Unrecordable, is_plain, plain_parts
 __all__ = ["Call", "Held", "Keep", "Sink", "Slot"]
 
 Keep = Literal["tensors", "summary"]
+
+
+_UNTAKEABLE = (Unrecordable, TapError, RuntimeError, NotImplementedError, TypeError)
+
+
+def _why(error: Exception) -> str:
+    """Why one tensor could not be taken, in a line."""
+    text = str(error).strip().split("\n", 1)[0].rstrip(".")
+    if isinstance(error, Unrecordable | TapError):
+        return text
+    return f"it could not be brought to the CPU: {text}"
 
 
 @dataclass(eq=False)
@@ -104,11 +116,8 @@ class Sink:
                 continue
             try:
                 held += self._hold_one(port, leaf, tensor)
-            except Unrecordable as reason:
-                self.skip(slot, port, leaf, str(reason))
-            except (RuntimeError, NotImplementedError, TypeError) as error:
-                first_line = str(error).strip().split("\n", 1)[0]
-                self.skip(slot, port, leaf, f"it could not be brought to the CPU: {first_line}")
+            except _UNTAKEABLE as error:
+                self.skip(slot, port, leaf, _why(error))
         if not leaves:
             self.skip(slot, port, "", "it holds no tensor")
         return held
@@ -126,7 +135,10 @@ class Sink:
             call = slot.calls
             slot.calls += 1
             slot.seen += 1
-        self.writer.summarize(site, (next(self._order), self.epoch, self.batch, call), tensor)
+        try:
+            self.writer.summarize(site, (next(self._order), self.epoch, self.batch, call), tensor)
+        except _UNTAKEABLE as error:
+            self.skip(slot, "output", "", _why(error))
         return True
 
     def emit(self, call: Call, held: Sequence[Held]) -> None:
