@@ -3,8 +3,8 @@
 For a 12-layer model of hidden size 768 and for a tiny one, every module recorded: a forward with
 tensors recorded and with summaries recorded, against the plain forward, the documents' way
 (`detach().cpu()` and six statistics a layer), and the floor (the forward, then one copy of the same
-bytes into a warm buffer). One run, interleaved, medians of ratios, a second of rest in between so
-that one variant does not pay for writing back another one's file; an A/A row shows the noise.
+bytes into a warm buffer). One run, interleaved, medians of ratios, half a second of rest in between
+so that one variant does not pay for writing back another one's file; an A/A row shows the noise.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -105,6 +106,8 @@ def measure(
     nbytes = [t.numel() * t.element_size() for t in outputs]
     warm = torch.zeros(sum(nbytes), dtype=torch.uint8)
     folder = Path(tempfile.mkdtemp(prefix="tensortap-bench-"))
+    recorders: dict[str, tap.Recorder] = {}
+    opening: dict[str, float] = {}
 
     def forwards() -> Iterator[torch.Tensor]:
         """Other tokens every time: content that was seen before would not be stored again."""
@@ -122,16 +125,21 @@ def measure(
                 memory.copy_into(warm.data_ptr() + at, tensor.data_ptr(), size)
                 at += size
 
-    def recording(**options: Any) -> Callable[[], None]:
-        """A whole recording of these forwards, from the first hook to the closed manifest."""
+    def recording(name: str, **options: Any) -> Callable[[], None]:
+        """Forwards inside a recording that stays open; hooks come and go with each timing."""
+        start = time.perf_counter()
+        recorder = tap.record(model, folder / name, layers="all", **options).start()
+        assert recorder._sink is not None
+        recorder.tap.detach()
+        opening[name] = time.perf_counter() - start
+        recorders[name] = recorder
+        sink, fail = recorder._sink, recorder._fail
 
         def run() -> None:
-            with tap.record(
-                model, folder / "r", layers="all", overwrite=True, **options
-            ) as recorder:
-                for _ in forwards():
-                    recorder.step()
-            assert recorder.failure is None
+            recorder.tap.attach(sink, fail)
+            for _ in forwards():
+                recorder.step()
+            recorder.tap.detach()
 
         return run
 
@@ -148,12 +156,12 @@ def measure(
         "plain": plain,
         "plain again": plain,
         "floor": floor,
-        "summaries": recording(keep="summary"),
-        "tensors": recording(),
+        "summaries": recording("summaries", keep="summary"),
+        "tensors": recording("tensors"),
         "documents' way": documents,
     }
     with torch.inference_mode():
-        timings = interleave(variants, rounds=rounds, warmup=1, rest=1.0)
+        timings = interleave(variants, rounds=rounds, warmup=2, rest=0.5)
         pairs = {
             "plain again": "plain",
             "floor": "plain",
@@ -161,6 +169,11 @@ def measure(
             "tensors": "floor",
             "documents' way": "plain",
         }
+        for name, recorder in recorders.items():
+            start = time.perf_counter()
+            recorder.close()
+            opening[name] += time.perf_counter() - start
+            assert recorder.failure is None
         result = {
             "layers": layers,
             "hidden": width,
@@ -168,6 +181,7 @@ def measure(
             "modules": len(outputs),
             "megabytes": sum(nbytes) / 1e6,
             "plain_ms": timings.median("plain") * 1e3 / steps,
+            "open_and_close_ms": {name: value * 1e3 for name, value in opening.items()},
             "ratios": {
                 f"{name} / {base}": [timings.ratio(name, base), *timings.spread(name, base)]
                 for name, base in (*pairs.items(), ("tensors", "plain"))
@@ -182,17 +196,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    for size in [(12, 768, 12, 128, 20), (12, 768, 12, 1024, 3), (12, 32, 2, 16, 500)]:
+    for size in [(12, 768, 12, 128, 3), (12, 768, 12, 1024, 1), (12, 32, 2, 16, 100)]:
         layers, width, _, length, steps = size
         result = measure(*size, options.rounds)
         if options.json:
             print(json.dumps(result))
             continue
         print(
-            f"\n{layers} layers, hidden {width}, {length} tokens, {steps} forwards a recording: "
+            f"\n{layers} layers, hidden {width}, {length} tokens, {steps} forwards a timing: "
             f"{result['modules']} modules, {result['megabytes']:.1f} MB of outputs, "
             f"plain forward {result['plain_ms']:.2f} ms"
         )
+        for name, value in result["open_and_close_ms"].items():
+            print(f"  opening and closing, {name}: {value:.0f} ms once")
         for name, (ratio, low, high) in result["ratios"].items():
             print(f"  {name:28s} {ratio:6.3f}   (quartiles {low:.3f} to {high:.3f})")
 
