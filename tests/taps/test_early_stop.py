@@ -30,6 +30,7 @@ def test_the_model_stops_behind_the_last_selected_layer(net: Net, ids, tmp_path,
     assert "blocks.0" in ran and "blocks.1" not in ran and "head" not in ran
     run = tap.open(tmp_path / "r")
     assert run.status == "complete"
+    assert run.manifest.selection["stopped_behind"] == "blocks.0"
     assert torch.equal(run["blocks.0"].output, tap.open(tmp_path / "full")["blocks.0"].output)
 
 

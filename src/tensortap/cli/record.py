@@ -158,7 +158,7 @@ def _report(recording: Recording, seconds: float, as_json: bool) -> None:
             f"Recorded {layers}, {records}, {size(recording.nbytes)} to {recording.path} "
             f"in {seconds:.1f} s"
         )
-    print_notes(recording.notes)
+    print_notes([*recording.notes, *_stopped(recording)])
     if not as_json:
         typer.echo(f"next: tensortap show {recording.path}", err=True)
 
@@ -180,3 +180,14 @@ def _plan(target: Target, settings: Settings, as_json: bool) -> None:
     print_notes(plan.notes)
     if settings.grads:
         note("Gradients come on top: as many bytes again as the outputs, and inputs, they are of.")
+
+
+def _stopped(recording: Recording) -> list[str]:
+    """That the model did not run to its end, and what that may have cost."""
+    behind = recording.manifest.selection.get("stopped_behind")
+    if behind is None:
+        return []
+    return [
+        f"Each forward was stopped behind '{behind}', once every selected layer had run. Should a "
+        "selected layer run again after that, record with --no-early-stop."
+    ]

@@ -42,6 +42,7 @@ class Tap(Protocol):
     slots: Sequence[Slot]
     notes: list[str]
     structure: Structure
+    stopped_behind: str | None  # the layer behind which forward passes were left early
 
     def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
         """Begin to listen. What goes wrong inside a hook is told, never raised into the model."""

@@ -69,6 +69,7 @@ class EagerTap:
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
         self._unfinished: set[int] | None = None
+        self.stopped_behind: str | None = None
         self._fused: set[int] = set()
         self._short_way = ports.outputs and not (ports.inputs or ports.grads)
         self._root_listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
@@ -143,7 +144,8 @@ class EagerTap:
         self._unfinished = {place.slot.index for place in self._places}
         try:
             return self.model(*args, **kwargs)
-        except StopForward:
+        except StopForward as stop:
+            self.stopped_behind = str(stop)
             return None
         finally:
             self._unfinished = None
@@ -165,7 +167,7 @@ class EagerTap:
             return
         self._unfinished.discard(place.slot.index)
         if not self._unfinished:
-            raise StopForward
+            raise StopForward(place.slot.name)
 
     # The hooks.
 

@@ -181,6 +181,10 @@ class Recorder:
                 {"layer": layer, "port": port, "leaf": leaf, "reason": why, "count": count}
                 for (layer, port, leaf, why), count in sorted(self._sink.skipped.items())
             ],
+            selection={
+                **self._writer.manifest.selection,
+                "stopped_behind": self.tap.stopped_behind,
+            },
             notes=self.notes + self._missed(),
         )
         self.tap.notes += self._missed()
@@ -196,7 +200,8 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(None if error is None else f"the run raised {type(error).__name__}: {error}")
+        text = f": {error}" if error is not None and str(error) else ""
+        self.close(None if kind is None else f"the run raised {kind.__name__}{text}")
 
     # While it runs.
 
