@@ -105,6 +105,53 @@ def test_ten_times_the_budget_fits_in_the_budget(tmp_path) -> None:
     assert extra <= 64 << 20, f"{extra / 2**20:.0f} MiB beyond what was there before"
 
 
+def test_histograms_stay_within_the_budget_too(tmp_path) -> None:
+    code = """
+        import resource, sys, torch, tensortap as tap
+        from torch import nn
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        options = {"layers": "leaves", "histograms": True, "budget": 64 << 20}
+        with torch.no_grad():
+            with tap.record(model, sys.argv[1] + "/warm", **options) as rec:
+                rec.run(torch.ones(4, 4))
+            before = peak()
+            with tap.record(model, sys.argv[1] + "/r", **options) as rec:
+                for step in range(300):
+                    rec.run(torch.full((4, 4), float(step)))
+                    rec.step()
+        assert rec.failure is None, rec.failure
+        print(peak() - before)
+    """
+    process = python(code, str(tmp_path))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert int(out) <= 64 << 20
+    assert all(r.summary.histogram is not None for r in tap.open(tmp_path / "r").records[:50])
+
+
+def test_content_too_large_for_a_snapshot_is_stored_once_too(tmp_path) -> None:
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    with tap.record(model, tmp_path / "r", layers="all", inputs=True, budget=1 << 20) as rec:
+        rec.run(torch.randn(1 << 20))
+    assert rec.failure is None
+    assert len({r.tensor_id for r in tap.open(tmp_path / "r").records}) == 1
+
+
+def test_flush_waits_for_the_disk_and_checks_say_what_is_not_whole(net, ids, tmp_path) -> None:
+    with tap.record(net, tmp_path / "r", keep="summary") as rec:
+        net(ids)
+        rec.flush()
+        run = tap.open(tmp_path / "r")
+        assert len(run.records) == 3
+        assert [f.kind for f in run.check()] == ["incomplete"]
+    (segment,) = (tmp_path / "r").glob("segment-*")
+    segment.write_bytes(segment.read_bytes()[:-100])
+    with pytest.raises(tap.TapError, match="nothing to check"):
+        tap.open(tmp_path / "r", partial=True).check()
+
+
 def test_a_tensor_larger_than_the_budget_is_streamed(tmp_path) -> None:
     model = nn.Sequential(nn.Identity())
     big = torch.randn(3, 1 << 20)
@@ -280,6 +327,8 @@ def test_a_damaged_segment_names_itself_and_the_rest_is_readable(two_segments, k
         ("{", "not JSON"),
         ('{"format": 1, "notes": 3}', "'notes' is int"),
         ('{"format": 1, "status": "odd"}', "status is 'odd'"),
+        ('{"format": 1, "notes": [3]}', "an item of 'notes' is int"),
+        ('{"format": 1, "mode": {}}', "'mode' is dict, expected str or NoneType"),
     ],
 )
 def test_a_wrong_manifest_is_a_sentence(tmp_path, manifest: str, message: str) -> None:

@@ -304,20 +304,25 @@ def test_a_dtype_that_cannot_be_summarised_is_named_and_the_rest_goes_on(recorde
         assert any("float4_e2m1fn_x2" in note and "[0]" in note for note in run.notes)
 
 
-def test_many_threads_record_at_once(tmp_path) -> None:
+def test_many_threads_record_at_once_and_inputs_keep_to_their_outputs(tmp_path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    model = nn.Sequential(nn.Identity(), nn.Identity())
-    with tap.record(model, tmp_path / "r", layers="leaves", budget=4 << 20) as rec:
+    class Double(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    model = nn.Sequential(Double(), Double())
+    options = {"layers": "leaves", "budget": 4 << 20, "inputs": True}
+    with tap.record(model, tmp_path / "r", **options) as rec:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda i: model(torch.full((100, 1000), float(i))), range(64)))
     assert rec.failure is None
     run = tap.open(tmp_path / "r")
     for name in ("0", "1"):
-        records = run[name].records
-        assert sorted(r.call for r in records) == list(range(64))
-        assert sorted(r.tensor()[0, 0].item() for r in records) == [float(i) for i in range(64)]
-        assert all(r.tensor().unique().numel() == 1 for r in records)
+        inputs = {r.call: r.tensor() for r in run[name].port("input")}
+        outputs = {r.call: r.tensor() for r in run[name].port("output")}
+        assert sorted(inputs) == sorted(outputs) == list(range(64))
+        assert all(torch.equal(outputs[call], inputs[call] * 2) for call in inputs)
 
 
 def test_a_forked_child_records_nothing_and_waits_for_nobody(tmp_path) -> None:

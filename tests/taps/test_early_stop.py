@@ -60,7 +60,7 @@ def test_a_shared_layer_is_heard_to_its_last_call(tmp_path) -> None:
             return self.b(self.a(x))
 
     with tap.record(Tied(), tmp_path / "r", layers="a") as rec:
-        assert rec.run(torch.ones(1, 2), early_stop=True) is not None
+        rec.run(torch.ones(1, 2), early_stop=True)
     assert len(tap.open(tmp_path / "r").records) == 2
 
 
@@ -89,3 +89,47 @@ def test_a_bare_except_for_exceptions_does_not_hold_the_stop_up(tmp_path) -> Non
     with tap.record(model, tmp_path / "r", layers="layer") as rec:
         rec.run(torch.ones(1, 2), early_stop=True)
     assert model.after == 0
+
+
+def test_a_layer_that_a_loop_calls_again_is_heard_to_its_last_call(tmp_path) -> None:
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+            self.forwards = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.forwards += 1
+            for _ in range(3):
+                x = self.a(self.b(x))
+            return self.head(self.a(x))
+
+    model = Loop()
+    heads: list[int] = []
+    model.head.register_forward_hook(lambda *_: heads.append(1))
+    with tap.record(model, tmp_path / "r", layers=["a", "b"]) as rec:
+        for _ in range(2):
+            assert rec.run(torch.ones(1, 2), early_stop=True) is None
+            rec.step()
+    run = tap.open(tmp_path / "r")
+    assert [r.call for r in run["a"].records] == [0, 1, 2, 3] * 2
+    assert len(run["b"].records) == 6
+    assert heads == []
+    assert model.forwards == 2, "a rehearsal must leave the model as it was"
+
+
+def test_a_model_that_looks_at_values_runs_to_its_end(tmp_path) -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            while x.sum().item() < 10:
+                x = self.layer(x).abs() + 1
+            return x
+
+    with tap.record(Looks(), tmp_path / "r", layers="layer") as rec:
+        assert rec.run(torch.zeros(1, 2), early_stop=True) is not None
+    assert len(tap.open(tmp_path / "r").records) > 1
+    assert any("cannot be told beforehand" in note for note in rec.notes)

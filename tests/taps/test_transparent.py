@@ -180,3 +180,41 @@ def test_encoder_layers_in_training_are_heard_to_the_last_module(tmp_path) -> No
     with tap.record(model, tmp_path / "r", layers="all"):
         assert torch.equal(model(x), plain)
     assert "layers.1.linear2" in tap.open(tmp_path / "r").layers
+
+
+def test_a_root_that_is_fused_stays_fused(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True).eval()
+    x, mask = torch.randn(2, 9, 64), torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 5:] = True
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=mask)
+        with tap.record(model, tmp_path / "r", layers="all") as rec:
+            assert torch.equal(model(x, src_key_padding_mask=mask), plain)
+    run = tap.open(tmp_path / "r")
+    assert run.layers == [""] and torch.equal(run[""].output, plain)
+    assert any("fused" in note for note in rec.notes)
+
+
+def test_a_copy_made_while_recording_is_not_recorded_and_saving_works(tmp_path) -> None:
+    import copy
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    with tap.record(model, tmp_path / "r", layers="all", inputs=True) as rec:
+        twin = copy.deepcopy(model)
+        twin(torch.ones(1, 2))
+        torch.save(model, tmp_path / "model.pt")
+        model(torch.ones(1, 2))
+    assert rec.failure is None
+    assert [r.call for r in tap.open(tmp_path / "r")["0"].port("output")] == [0]
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def test_scripted_children_are_named_and_nothing_is_left_behind(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with tap.record(model, tmp_path / "r", layers="all", inputs=True) as rec:
+        model(torch.ones(1, 2))
+    assert any("TorchScript" in note and "'1'" in note for note in rec.notes)
+    assert "0" in tap.open(tmp_path / "r").layers
+    assert not model[0]._forward_hooks

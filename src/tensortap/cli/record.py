@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -124,13 +126,16 @@ def record(
         import torch
 
         torch.manual_seed(seed)
-    loaded = load_target(target, options, sets or (), prompts=prompts or (), input_ids=input_ids)
+    with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
+        loaded = load_target(
+            target, options, sets or (), prompts=prompts or (), input_ids=input_ids
+        )
     print_notes(loaded.notes)
     if plan:
         _plan(loaded, settings, json)
         return
     assert output is not None
-    with progress("Recording") as advance:
+    with progress("Recording") as advance, redirect_stdout(sys.stderr):
         recording, seconds = record_target(loaded, output, settings, advance)
     _report(recording, seconds, json)
 
@@ -166,7 +171,10 @@ def _report(recording: Recording, seconds: float, as_json: bool) -> None:
 def _plan(target: Target, settings: Settings, as_json: bool) -> None:
     from ..reporting.plans import plan_table, plan_target
 
-    plan = plan_target(target, settings.layers, inputs=settings.inputs, outputs=settings.outputs)
+    with redirect_stdout(sys.stderr):
+        plan = plan_target(
+            target, settings.layers, inputs=settings.inputs, outputs=settings.outputs
+        )
     if as_json:
         print_json(plan.to_dict(keep=settings.keep))
     else:
@@ -188,6 +196,6 @@ def _stopped(recording: Recording) -> list[str]:
     if behind is None:
         return []
     return [
-        f"Each forward was stopped behind '{behind}', once every selected layer had run. Should a "
-        "selected layer run again after that, record with --no-early-stop."
+        f"Each forward was stopped behind '{behind}', the last call that was asked for. "
+        "--no-early-stop runs on."
     ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..errors import RecordingError
 from ..numerics.summary import Summary
 from .pieces import pieces
 
@@ -64,8 +65,14 @@ def check(
         recording = open(recording)
     limits = limits or Limits()
     findings: list[Finding] = []
-    if recording.status == "failed":
-        text = f"The recording failed: {recording.manifest.failure or 'no reason was kept'}."
+    if not recording.layers:
+        raise RecordingError(
+            f"There is nothing to check in {recording.path}: no record of it could be read."
+        )
+    findings += [Finding("", "incomplete", "warning", text) for text in recording.damage]
+    if recording.status != "complete":
+        reason = recording.manifest.failure or "it was not closed"
+        text = f"The recording is not complete: {reason}."
         findings.append(Finding("", "incomplete", "warning", text))
     for layer in recording.values():
         findings += _check_layer(layer, limits)

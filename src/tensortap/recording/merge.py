@@ -70,7 +70,7 @@ def _merge(store: Store, group: list[Segment]) -> None:
     scratch = store.scratch(first.name)
     fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
-        os.pwrite(fd, struct.pack("<Q", room) + header.ljust(room), 0)
+        _pwrite(fd, memoryview(struct.pack("<Q", room) + header.ljust(room)), 0)
         for start, segment, tensor in parts:
             _pwrite(fd, segment.view(tensor), 8 + room + start)
         for start, data in tail:

@@ -96,10 +96,6 @@ class SegmentOutput:
         self.store.commit(self._path, self.name)
         return size
 
-    def sync(self) -> None:
-        if self._fd >= 0:
-            os.fsync(self._fd)
-
     def abandon(self) -> None:
         """Leave no half segment behind."""
         self._close()

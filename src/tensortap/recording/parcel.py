@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH
 from .arena import Buffer
+from .rows import Sparse
 from .segment import ALIGNMENT
 
 __all__ = ["SUMMARY_ROWS", "Entry", "Flush", "Line", "Moment", "Parcel"]
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     offset: int
     nbytes: int
     row: np.ndarray[Any, Any] | None = None
-    histogram: Histogram | None = None
+    histogram: Sparse | None = None
 
 
 class Line(NamedTuple):
@@ -64,7 +64,7 @@ class Parcel:
     table: np.ndarray[Any, Any] | None = None
     table_address: int = 0
     summaries: int = 0
-    histograms: dict[int, Histogram] = field(default_factory=dict)
+    histograms: dict[int, Sparse] = field(default_factory=dict)
     direct: torch.Tensor | None = None
     done: threading.Event | None = None
 
@@ -93,7 +93,7 @@ class Parcel:
 
     @property
     def full(self) -> bool:
-        return self.summaries == SUMMARY_ROWS
+        return self.summaries == SUMMARY_ROWS or len(self.entries) >= SUMMARY_ROWS
 
 
 @dataclass(eq=False)

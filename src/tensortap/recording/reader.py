@@ -6,6 +6,7 @@ crash left behind is opened too, and said in `notes`.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import json
@@ -37,6 +38,13 @@ _SEGMENT = re.compile(r"segment-r\d{3,}-\d{6,}\.safetensors")
 def open(path: str | os.PathLike[str], *, partial: bool = False) -> Recording:
     """Open the recording in a folder; `partial` leaves damaged segments out and says so."""
     store = open_store(path)
+    for _ in range(5):
+        with contextlib.suppress(FileNotFoundError):  # segments were joined under our eyes
+            return _open(store, partial)
+    raise RecordingError(f"{store.url} changes faster than it can be read. Try again.")
+
+
+def _open(store: Store, partial: bool) -> Recording:
     names = store.names()
     if MANIFEST not in names:
         raise NotARecordingError(_nothing_there(store, names))
@@ -63,6 +71,8 @@ def _read_manifest(store: Store) -> Manifest:
         data = json.loads(store.read_text(MANIFEST))
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{where} is corrupt: it is not JSON ({error}).") from None
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise RecordingError(f"Cannot read {where}: {error.strerror or error}.") from None
     return Manifest.from_dict(data, where)
@@ -150,7 +160,8 @@ class Record:
     @property
     def summary(self) -> Summary:
         if self._summary_row < 0:
-            return summarize(self.tensor())
+            wanted = bool(self._recording.manifest.selection.get("histograms"))
+            return summarize(self.tensor(), histogram=wanted)
         histogram = self._recording._histogram(self._segment, self._summary_row)
         return Summary.from_row(self._segment.summaries()[self._summary_row].tolist(), histogram)
 
@@ -281,6 +292,11 @@ class Recording(Mapping[str, Layer]):
     def nbytes(self) -> int:
         """The bytes that the recording takes on disk."""
         return sum(self._store.size(segment.name) for segment in self._segments)
+
+    @property
+    def damage(self) -> list[str]:
+        """The segments that could not be read, each in a sentence."""
+        return list(self._damage)
 
     @property
     def notes(self) -> list[str]:

@@ -11,7 +11,15 @@ from ..numerics import native
 from ..numerics.backend import pick
 from ..numerics.histogram import BUCKETS, Histogram
 
-__all__ = ["fill_row"]
+__all__ = ["Sparse", "fill_row", "sparse"]
+
+Sparse = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+"""The filled buckets of a histogram and their counts: a few hundred of 8192."""
+
+
+def sparse(histogram: Histogram | None) -> Sparse | None:
+    """A histogram as it is kept until it is written: whole ones would outgrow the budget."""
+    return None if histogram is None else histogram.sparse()
 
 
 def fill_row(

@@ -141,24 +141,43 @@ class Manifest:
         return cls(**values)
 
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "status": str,
-    "target": dict,
-    "selection": dict,
-    "structure": dict,
-    "inputs": dict,
-    "environment": dict,
-    "skipped": list,
-    "notes": list,
+_TEXT = (str, type(None))
+_TYPES: dict[str, tuple[type, ...]] = {
+    "status": (str,),
+    "tool": (str,),
+    "torch": (str,),
+    "python": (str,),
+    "created": (str,),
+    "closed": _TEXT,
+    "device": (str,),
+    "mode": _TEXT,
+    "failure": _TEXT,
+    "target": (dict,),
+    "selection": (dict,),
+    "structure": (dict,),
+    "inputs": (dict,),
+    "environment": (dict,),
+    "skipped": (list,),
+    "notes": (list,),
 }
+_ITEMS: dict[str, type] = {"skipped": dict, "notes": str}
 
 
 def _check_types(values: Mapping[str, Any], where: str) -> None:
-    for key, kind in _TYPES.items():
-        if key in values and not isinstance(values[key], kind):
-            raise DamagedError(
-                f"{where} is damaged: '{key}' is {type(values[key]).__name__}, "
-                f"expected {kind.__name__ if isinstance(kind, type) else kind}."
-            )
+    for key, kinds in _TYPES.items():
+        if key in values:
+            _check_type(values[key], kinds, f"'{key}'", where)
+    for key, kind in _ITEMS.items():
+        for item in values.get(key, ()):
+            _check_type(item, (kind,), f"an item of '{key}'", where)
+    _check_type(values.get("target", {}).get("class", ""), (str,), "the class of 'target'", where)
     if values.get("status", "recording") not in ("recording", "complete", "failed"):
         raise DamagedError(f"{where} is damaged: its status is {values['status']!r}.")
+
+
+def _check_type(value: Any, kinds: tuple[type, ...], what: str, where: str) -> None:
+    if not isinstance(value, kinds):
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise DamagedError(
+            f"{where} is damaged: {what} is {type(value).__name__}, expected {expected}."
+        )

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH, Summary
 from .arena import Arena
 from .dtypes import storage_of
 from .output import PAGE, SegmentOutput
 from .parcel import Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
-from .rows import fill_row
+from .rows import Sparse, fill_row, sparse
 from .schema import Site
 from .segment import ALIGNMENT, tensor_id
 from .store import Store
@@ -33,6 +32,7 @@ __all__ = ["REMEMBERED", "Spool"]
 REMEMBERED = 1 << 16
 """How many stored tensors are remembered, so that content seen again is not stored again."""
 
+_WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
@@ -55,6 +55,7 @@ class Spool:
         self.failure: str | None = None
         self.alive = True
         self.names: list[str] = []
+        self._synced = 0
         self._store = store
         self._arena = arena
         self._sites = sites
@@ -66,7 +67,7 @@ class Spool:
         self._queue: queue.SimpleQueue[Parcel | Flush | None] = queue.SimpleQueue()
         self._output: SegmentOutput | None = None
         self._deadline = 0.0
-        self._summaries: OrderedDict[int, tuple[np.ndarray[Any, Any], Histogram | None]]
+        self._summaries: OrderedDict[int, tuple[np.ndarray[Any, Any], Sparse | None]]
         self._summaries = OrderedDict()
         self._thread = threading.Thread(target=self._run, name="tensortap-writer", daemon=True)
         self._thread.start()
@@ -105,7 +106,9 @@ class Spool:
                 self._take(item)
             else:
                 self._take_pending()
-                self._seal(sync=item.sync)
+                self._seal()
+                if item.sync:
+                    self._sync()
                 item.done.set()
         if self._output is not None and time.monotonic() >= self._deadline:
             self._seal()
@@ -114,7 +117,7 @@ class Spool:
     def _patience(self) -> float:
         """How long to wait for the next parcel before something is due anyway."""
         if self._output is None:
-            return self._seal_after / 2
+            return self._seal_after / 4
         return max(0.0, self._deadline - time.monotonic())
 
     def _take_pending(self) -> None:
@@ -144,13 +147,15 @@ class Spool:
             self._seal()
         if self._output is None:
             self._output = SegmentOutput(self._store, self._rank, len(self.names))
-            self._deadline = time.monotonic() + self._seal_after
+            # What waited for us until now has used up to a quarter of its time.
+            self._deadline = time.monotonic() + 0.7 * self._seal_after
         return self._output
 
     def _store_entries(self, parcel: Parcel) -> None:
         """Place the entries; neighbours that lie alike in buffer and segment go in one write."""
         assert parcel.buffer is not None
         memory = memoryview(parcel.buffer.memory)
+        whole = parcel.entries[-1].offset + parcel.entries[-1].nbytes
         run: _Run | None = None
         for entry in parcel.entries:
             output = self._segment()
@@ -159,24 +164,26 @@ class Spool:
             if run is not None and run.output is output and run.continues(start, entry.offset):
                 run = run._replace(high=end)
             else:
-                self._write(run, memory)
+                self._write(run, memory, whole)
                 run = _Run(output, start, entry.offset, end)
             assert entry.row is not None
             self._remember(entry, entry.row, entry.histogram)
             if output.full or output.builder.size >= self._seal_size:
-                self._write(run, memory)
+                self._write(run, memory, whole)
                 run = None
-        self._write(run, memory)
+        self._write(run, memory, whole)
 
-    def _write(self, run: _Run | None, memory: memoryview) -> None:
+    def _write(self, run: _Run | None, memory: memoryview, whole: int) -> None:
+        """Write a run; one that is all of its parcel may go past the page cache."""
         if run is None:
             return
         pages = -(-run.high // PAGE) * PAGE
         if (
             run.low == 0
+            and run.high == whole
             and pages <= len(memory)
             and self._arena.pressure() < _PRESSURE
-            and run.output.append_pages(run.start, memory[:pages])
+            and run.output.append_pages(run.start, _blank(memory, run.high, pages))
         ):
             return
         run.output.append(run.start, memory[run.low : run.high])
@@ -195,24 +202,22 @@ class Spool:
             part = Summary.from_row(row.tolist(), histogram)
             total = part if total is None else total.merge(part)
         assert total is not None
-        self._remember(entry, np.asarray(total.to_row()), total.histogram)
+        self._remember(entry, np.asarray(total.to_row()), sparse(total.histogram))
 
     def _place(self, output: SegmentOutput, entry: Entry, align: int = ALIGNMENT) -> int:
         code, shape = storage_of(entry.dtype, entry.shape)
         name = tensor_id(self._rank, entry.number)
         return output.builder.place(name, code, shape, entry.nbytes, align)
 
-    def _remember(
-        self, entry: Entry, row: np.ndarray[Any, Any], histogram: Histogram | None
-    ) -> None:
+    def _remember(self, entry: Entry, row: np.ndarray[Any, Any], histogram: Sparse | None) -> None:
         self._summaries[entry.number] = (row, histogram)
-        if len(self._summaries) > 2 * REMEMBERED:
+        if len(self._summaries) > (_WITH_HISTOGRAM if self._histograms else 2 * REMEMBERED):
             self._summaries.popitem(last=False)
 
     def _add_line(self, line: Line, parcel: Parcel) -> None:
         builder = self._segment().builder
         row: np.ndarray[Any, Any] | None = None
-        histogram: Histogram | None = None
+        histogram: Sparse | None = None
         if line.number < 0:
             assert parcel.table is not None
             row, histogram = parcel.table[line.summary], parcel.histograms.get(line.summary)
@@ -223,15 +228,18 @@ class Spool:
             index = len(builder.summaries)
             builder.summaries.append(row)
             if histogram is not None:
-                builder.histograms.append((index, *histogram.sparse()))
+                builder.histograms.append((index, *histogram))
         site = builder.site(self._sites[line.site])
         builder.row((site, *line.moment, line.number, index))
 
-    def _seal(self, *, sync: bool = False) -> None:
+    def _sync(self) -> None:
+        """Wait for the disk itself to have what was sealed since the last time."""
+        self._store.sync(self.names[self._synced :])
+        self._synced = len(self.names)
+
+    def _seal(self) -> None:
         if self._output is None:
             return
-        if sync:
-            self._output.sync()
         self._output.seal()
         self.names.append(self._output.name)
         self._output = None
@@ -260,6 +268,12 @@ class _Run(NamedTuple):
 
     def continues(self, start: int, offset: int) -> bool:
         return start - self.start == offset - self.low
+
+
+def _blank(memory: memoryview, high: int, pages: int) -> memoryview:
+    """Whole pages of a buffer, without what an earlier tensor left behind the last entry."""
+    memory[high:pages] = bytes(pages - high)
+    return memory[:pages]
 
 
 def _reason(error: Exception) -> str:

@@ -35,6 +35,7 @@ class Store(Protocol):
     def view(self, name: str, start: int, stop: int) -> memoryview: ...
     def scratch(self, name: str) -> Path: ...
     def commit(self, scratch: Path, name: str) -> None: ...
+    def sync(self, names: list[str]) -> None: ...
     def remove(self, name: str) -> None: ...
     def make(self) -> None: ...
 
@@ -93,6 +94,14 @@ class LocalStore:
     def commit(self, scratch: Path, name: str) -> None:
         self._maps.pop(name, None)
         scratch.replace(self.root / name)
+
+    def sync(self, names: list[str]) -> None:
+        for path in (*(self.root / name for name in names), self.root):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def remove(self, name: str) -> None:
         self._maps.pop(name, None)
@@ -154,6 +163,9 @@ class RemoteStore:
     def commit(self, scratch: Path, name: str) -> None:
         self._fs.put_file(str(scratch), self._at(name))
         scratch.unlink()
+
+    def sync(self, names: list[str]) -> None:
+        """What was sent is the other side's to keep."""
 
     def remove(self, name: str) -> None:
         if self._fs.exists(self._at(name)):

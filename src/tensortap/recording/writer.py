@@ -34,7 +34,7 @@ from .dtypes import dtype_name, from_bytes
 from .merge import merge_small
 from .parcel import Entry, Flush, Line, Moment, Parcel
 from .pieces import address_of
-from .rows import fill_row
+from .rows import fill_row, sparse
 from .schema import MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Spool
 from .store import Store, open_store
@@ -158,10 +158,12 @@ class Writer:
             with self._lock:
                 if self._parcel.buffer is not None and self._parcel.room() >= nbytes:
                     return self._take_into(self._parcel, tensor, nbytes)
+                self._hand_over()  # what we hold ourselves must not be what we wait for
             buffer = self._arena.take(max(nbytes, self._chunk), alive=self._is_alive)
             if buffer is not None:
                 with self._lock:
-                    self._hand_over()
+                    if self._parcel.buffer is not None:  # another thread was quicker
+                        self._hand_over()
                     self._parcel.buffer = buffer
         return -1
 
@@ -187,8 +189,9 @@ class Writer:
         number = self._known[key] = self._number()
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
-        parcel.keep(Entry(number, dtype, shape, parcel.used, nbytes, row, histogram))
-        if nbytes >= _LARGE:
+        entry = Entry(number, dtype, shape, parcel.used, nbytes, row, sparse(histogram))
+        parcel.keep(entry)
+        if nbytes >= _LARGE or parcel.full:
             self._hand_over()
         return number
 
@@ -196,10 +199,18 @@ class Writer:
         """A tensor too large for a snapshot: it is written from where it lies, while we wait."""
         if not self._takes():
             return -1
+        if tensor.is_cuda:  # the thread that reads it has a stream of its own
+            torch.cuda.current_stream(tensor.device).synchronize()
+        address = address_of(tensor)
+        key = (memory.digest(address, nbytes), nbytes, tensor.dtype) if address else None
         done = threading.Event()
         with self._lock:
+            if key is not None and key in self._known:
+                return self._known[key]
             self._hand_over()
             number = self._number()
+            if key is not None:
+                self._known[key] = number
             entry = Entry(number, tensor.dtype, tuple(tensor.shape), 0, nbytes)
             self._spool.put(Parcel(entries=[entry], direct=tensor.detach(), done=done))
         while not done.wait(0.2):
@@ -228,7 +239,7 @@ class Writer:
                 assert parcel.table is not None
                 histogram = fill_row(parcel.table[index], tensor, self.histograms)
                 if histogram is not None:
-                    parcel.histograms[index] = histogram
+                    parcel.histograms[index] = histogram.sparse()
             self._add_summary(site, moment, index)
 
     def summary_line(
@@ -242,7 +253,7 @@ class Writer:
             assert self._parcel.table is not None
             self._parcel.table[index] = row
             if histogram is not None:
-                self._parcel.histograms[index] = histogram
+                self._parcel.histograms[index] = histogram.sparse()
             self._add_summary(site, moment, index)
 
     def _add_summary(self, site: int, moment: Moment, index: int) -> None:

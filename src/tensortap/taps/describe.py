@@ -118,13 +118,19 @@ class InputLog:
             for key, item in (*enumerate(args), *sorted(kwargs.items()))
             for pair in flatten(item, f"[{key!r}]")
         ]
+        try:
+            self.digests.append(self._digest(leaves))
+        except (RuntimeError, NotImplementedError, TypeError):  # inputs that cannot be read
+            self.digests.append("unknown")
+
+    def _digest(self, leaves: list[tuple[str, torch.Tensor | None]]) -> str:
         digest = hashlib.blake2b(digest_size=16)
         for leaf, tensor in leaves:
             if tensor is not None:
                 digest.update(f"{leaf} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}".encode())
                 digest.update(_bytes(tensor))
                 self._keep_ids(leaf, tensor)
-        self.digests.append(digest.hexdigest())
+        return digest.hexdigest()
 
     def _keep_ids(self, leaf: str, tensor: torch.Tensor) -> None:
         wanted = leaf in ("['input_ids']", "[0]") and tensor.dtype in (torch.int64, torch.int32)

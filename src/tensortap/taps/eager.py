@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,12 +21,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..recording.schema import Port, Structure
-from ..selection import Selection, select, sites, structure
+from ..selection import Selection, select, structure
 from . import compiled
 from .base import Ports
 from .describe import describe_module
 from .fused import find_fused, listen_globally, why_silent
 from .leaves import flatten, flatten_call
+from .listener import Listener
+from .plan import calls_without_running
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
@@ -42,7 +45,7 @@ class _Place:
 
     slot: Slot
     module: nn.Module
-    pending: list[tuple[Call, list[Held]]] = field(default_factory=list)
+    pending: dict[int, list[tuple[Call, list[Held]]]] = field(default_factory=dict)  # by thread
     awaiting_grads: list[Call] = field(default_factory=list)
     output_hook: RemovableHandle | None = None
     input_hook: RemovableHandle | None = None
@@ -61,14 +64,21 @@ class EagerTap:
             _Place(Slot(index, site.name, site.type), site.module)
             for index, site in enumerate(self.selection.layers)
         ]
+        self._scripted = [p for p in self._places if isinstance(p.module, torch.jit.ScriptModule)]
+        if self._scripted:
+            names = ", ".join(f"'{p.slot.name}'" for p in self._scripted[:4])
+            self.notes.append(
+                f"{len(self._scripted)} selected layers are TorchScript, which takes no hooks, and "
+                f"are not recorded: {names}."
+            )
         self.slots: Sequence[Slot] = [place.slot for place in self._places]
-        self._by_module = {id(site.module): site for site in sites(model)}
         self._sink: Sink | None = None
         self._on_failure: Callable[[Exception], None] = _raise
         self._handles: list[RemovableHandle] = []
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
-        self._unfinished: set[int] | None = None
+        self._unfinished: dict[int, int] | None = None
+        self._rehearsed: dict[Any, dict[int, int]] = {}
         self.stopped_behind: str | None = None
         self._fused: set[int] = set()
         self._short_way = ports.outputs and not (ports.inputs or ports.grads)
@@ -78,19 +88,24 @@ class EagerTap:
 
     def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
         self._sink, self._on_failure = sink, on_failure
-        self._handles.append(
-            self.model.register_forward_pre_hook(self._root_hook(), with_kwargs=True)
-        )
         is_compiled = compiled.contains_compiled(self.model)
         self._fused = set() if is_compiled else find_fused(self.model)
         wants_inputs = self.ports.inputs or self.ports.grads
-        before: dict[int, Callable[..., None]] = {}
+        before: dict[int, list[Callable[..., None]]] = {}
         after: dict[int, Callable[..., None]] = {}
+        if id(self.model) in self._fused:
+            before[id(self.model)] = [self._root_hook()]
+        else:
+            self._handles.append(
+                self.model.register_forward_pre_hook(self._root_hook(), with_kwargs=True)
+            )
         for place in self._places:
+            if place in self._scripted:
+                continue
             if id(place.module) in self._fused:
                 after[id(place.module)] = self._output_hook(place)
                 if wants_inputs:
-                    before[id(place.module)] = self._input_hook(place)
+                    before.setdefault(id(place.module), []).append(self._input_hook(place))
                 continue
             if wants_inputs:
                 place.input_hook = place.module.register_forward_pre_hook(
@@ -99,27 +114,29 @@ class EagerTap:
                 self._handles.append(place.input_hook)
             place.output_hook = place.module.register_forward_hook(self._output_hook(place))
             self._handles.append(place.output_hook)
-        if after:
+        if after or before:
             self._handles += listen_globally(before, after)
-            if before:
+            if after and wants_inputs:
                 self.notes.append(
-                    f"Keyword arguments of {len(before)} layers inside nn.TransformerEncoderLayer "
+                    f"Keyword arguments of {len(after)} layers inside nn.TransformerEncoderLayer "
                     "are not recorded: their inputs are the positional ones."
                 )
         if is_compiled:
             self.notes.append(compiled.prepare(self.ports.grads))
 
     def detach(self) -> None:
-        self.drain()
-        for place in self._places:
-            self._finish_interrupted(place)
-        for handle in (*self._handles, *self._grad_handles):
-            handle.remove()
-        if self._handles and compiled.contains_compiled(self.model):
-            compiled.forget()
-        self._handles.clear()
-        self._grad_handles.clear()
-        self._sink = None
+        try:
+            self.drain()
+            for place in self._places:
+                self._finish_interrupted(place)
+        finally:
+            for handle in (*self._handles, *self._grad_handles):
+                handle.remove()
+            if self._handles and compiled.contains_compiled(self.model):
+                compiled.forget()
+            self._handles.clear()
+            self._grad_handles.clear()
+            self._sink = None
 
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         """Hear the arguments of every call of the whole model, for the inputs' digest."""
@@ -137,11 +154,12 @@ class EagerTap:
     # Running.
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
-        if not (early_stop and self._may_stop()):
+        calls = self._rehearse(args, kwargs) if early_stop and self._may_stop() else {}
+        if not calls:
             output = self.model(*args, **kwargs)
             self.drain()
             return output
-        self._unfinished = {place.slot.index for place in self._places}
+        self._unfinished = dict(calls)
         try:
             return self.model(*args, **kwargs)
         except StopForward as stop:
@@ -152,21 +170,38 @@ class EagerTap:
 
     def _may_stop(self) -> bool:
         """Whether a forward pass may be left early without harm or loss."""
-        shared = any(
-            len(self._by_module[id(place.module)].names) > 1
-            for place in self._places
-            if id(place.module) in self._by_module
-        )
         offloaded = any(hasattr(module, "_hf_hook") for module in self.model.modules())
-        return not (
-            self.ports.grads or shared or offloaded or compiled.contains_compiled(self.model)
-        )
+        return not (self.ports.grads or offloaded or compiled.contains_compiled(self.model))
+
+    def _rehearse(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, int]:
+        """How often each selected layer will run, so that the last call is known when it comes.
+
+        A layer that a loop calls again must be heard to its last call. Where the number cannot be
+        told beforehand, nothing is returned, and the model runs to its end.
+        """
+        leaves = flatten((args, dict(kwargs)))
+        key = tuple((leaf, t.shape, t.dtype) for leaf, t in leaves if t is not None)
+        if key not in self._rehearsed:
+            sink, self._sink = self._sink, None
+            try:
+                calls, why = calls_without_running(self.model, args, kwargs, self.selection.layers)
+            finally:
+                self._sink = sink
+            if why is not None:
+                self.notes.append(
+                    "The model was not stopped behind the last selected layer: how often layers "
+                    f"run cannot be told beforehand ({why})."
+                )
+            index = {slot.name: slot.index for slot in self.slots}
+            self._rehearsed[key] = {index[n]: c for n, c in calls.items() if n in index}
+        return self._rehearsed[key]
 
     def _stop_if_done(self, place: _Place) -> None:
         if self._unfinished is None:
             return
-        self._unfinished.discard(place.slot.index)
-        if not self._unfinished:
+        left = self._unfinished.get(place.slot.index, 0) - 1
+        self._unfinished[place.slot.index] = left
+        if left <= 0 and all(count <= 0 for count in self._unfinished.values()):
             raise StopForward(place.slot.name)
 
     # The hooks.
@@ -184,7 +219,7 @@ class EagerTap:
             except Exception as error:  # the model must not notice
                 self._fail(error)
 
-        return hook
+        return Listener(hook)
 
     def _input_hook(self, place: _Place) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,7 +236,7 @@ class EagerTap:
             except Exception as error:  # the model must not notice
                 self._fail(error)
 
-        return hook
+        return Listener(hook)
 
     def _output_hook(self, place: _Place) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -223,7 +258,7 @@ class EagerTap:
                 self._fail(error)
             self._stop_if_done(place)
 
-        return hook
+        return Listener(hook)
 
     def _enter(
         self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]
@@ -232,7 +267,7 @@ class EagerTap:
             self.drain()
         call = sink.begin(place.slot)
         held = sink.hold(place.slot, "input", leaves) if self.ports.inputs else []
-        place.pending.append((call, held))
+        place.pending.setdefault(get_ident(), []).append((call, held))
         if self.ports.grads and self.ports.inputs:
             self._listen_to_grads(call, "grad_input", leaves)
 
@@ -241,8 +276,9 @@ class EagerTap:
             self.drain()
         if self._short_way and isinstance(output, torch.Tensor) and sink.output(place.slot, output):
             return
-        if place.pending:
-            call, held = place.pending.pop()
+        pending = place.pending.get(get_ident())
+        if pending:
+            call, held = pending.pop()
         else:
             call, held = sink.begin(place.slot), []
         leaves = flatten(output)
@@ -320,10 +356,12 @@ class EagerTap:
 
     def _finish_interrupted(self, place: _Place) -> None:
         """Calls that never ended, because the model raised, still have their inputs."""
-        while place.pending:
-            call, held = place.pending.pop()
-            if self._sink is not None:
-                self._sink.emit(call, held)
+        stacks, place.pending = place.pending, {}
+        for stack in stacks.values():
+            while stack:
+                call, held = stack.pop()
+                if self._sink is not None:
+                    self._sink.emit(call, held)
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we record is what comes out behind theirs."""

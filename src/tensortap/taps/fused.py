@@ -30,13 +30,12 @@ def find_fused(model: nn.Module) -> set[int]:
 
 
 def listen_globally(
-    before: dict[int, Callable[..., None]], after: dict[int, Callable[..., None]]
+    before: dict[int, list[Callable[..., None]]], after: dict[int, Callable[..., None]]
 ) -> list[RemovableHandle]:
     """Call these, by the id of their module, from hooks that belong to no module."""
 
     def pre_hook(module: nn.Module, args: Any) -> None:
-        listener = before.get(id(module))
-        if listener is not None:
+        for listener in before.get(id(module), ()):
             listener(module, args if isinstance(args, tuple) else (args,), {})
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:

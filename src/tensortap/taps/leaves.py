@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 __all__ = ["flatten", "flatten_call"]
 
-_DEEPEST = 16
+_DEEPEST = 64
 _LONGEST = 200
 
 
@@ -30,12 +31,20 @@ def flatten(value: Any, leaf: str = "") -> list[tuple[str, torch.Tensor | None]]
 
 def _walk(value: Any, leaf: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
     if value is None or isinstance(value, torch.Tensor):
-        yield leaf[:_LONGEST], value
+        yield _shortened(leaf), value
         return
     if depth >= _DEEPEST:
         return
     for name, item in _children(value):
         yield from _walk(item, leaf + name, depth + 1)
+
+
+def _shortened(leaf: str) -> str:
+    """A leaf of bearable length that still tells two long ones apart."""
+    if len(leaf) <= _LONGEST:
+        return leaf
+    tail = hashlib.blake2b(leaf.encode(), digest_size=4).hexdigest()
+    return f"{leaf[:_LONGEST]}…{tail}"
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -72,6 +72,8 @@ def record(
             "record(against=…, stop=…) needs comparing, which this version of tensortap does not "
             "have yet. Record both runs and look at them with tensortap show."
         )
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"path must be a folder's path or URL, got {path!r}.")
     return Recorder(
         model,
         os.fspath(path),
@@ -107,7 +109,7 @@ class Recorder:
         mode: str | None,
         target: dict[str, Any],
     ) -> None:
-        _check_options(ports, keep, budget)
+        _check_options(layers, ports, keep, budget)
         self.path = path
         self.model = model
         self.tap: Tap = find_tap(model)(model, layers, ports, default=default_layers)
@@ -164,7 +166,13 @@ class Recorder:
         )
         self._sink = Sink(self._writer, self._keep, self._budget // 4)
         self.tap.on_root_call(self._see_inputs)
-        self.tap.attach(self._sink, self._fail)
+        try:
+            self.tap.attach(self._sink, self._fail)
+        except Exception as error:  # leave neither hooks nor a thread behind
+            self.close(f"{type(error).__name__}: {error}")
+            raise RecordingError(
+                f"Cannot listen to {type(self.model).__name__}: {type(error).__name__}: {error}"
+            ) from error
         return self
 
     def close(self, failure: str | None = None) -> None:
@@ -185,9 +193,9 @@ class Recorder:
                 **self._writer.manifest.selection,
                 "stopped_behind": self.tap.stopped_behind,
             },
-            notes=self.notes + self._missed(),
+            notes=self.notes + ([] if reason else self._missed()),
         )
-        self.tap.notes += self._missed()
+        self.tap.notes += [] if reason else self._missed()
         self._sink = None
         self._report()
 
@@ -263,10 +271,10 @@ class Recorder:
         if failure is None or self._reported:
             return
         self._reported = True
-        text = f"tensortap stopped recording to {self.path}: {failure}. The model runs on."
+        text = f"tensortap stopped recording to {self.path}: {failure}."
         if self._strict:
             raise RecordingError(text)
-        warnings.warn(text, TapWarning, stacklevel=3)
+        warnings.warn(f"{text} The model runs on.", TapWarning, stacklevel=3)
 
     def _missed(self) -> list[str]:
         """Selected layers from which nothing was heard."""
@@ -313,7 +321,11 @@ class Recorder:
         )
 
 
-def _check_options(ports: Ports, keep: str, budget: int) -> None:
+def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
+    if not isinstance(layers, str) and not (
+        isinstance(layers, Sequence) and all(isinstance(item, str) for item in layers)
+    ):
+        raise OptionError(f"layers must be a pattern or a list of patterns, got {layers!r}.")
     if not (ports.inputs or ports.outputs or ports.grads):
         raise OptionError("Nothing to record: inputs, outputs and grads are all off.")
     if keep not in ("tensors", "summary"):

@@ -5,8 +5,8 @@ file.py:function            package.module:function            hf:DIR
 
 from __future__ import annotations
 
+from ..taps.plan import Plan, PlannedRow, shapes_without_running
 from .load import load_target
-from .plan import Plan, PlannedRow, shapes_without_running
 from .target import Batch, Target, register_model_check
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from ..selection.sites import Site, unwrap
-from .target import Batch
+from .leaves import flatten, flatten_call
 
-__all__ = ["Plan", "PlannedRow", "shapes_without_running"]
+__all__ = ["Plan", "PlannedRow", "calls_without_running", "shapes_without_running"]
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class Plan:
 
 def shapes_without_running(
     model: nn.Module,
-    batch: Batch,
+    batch: Any,
     sites: Sequence[Site],
     inputs: bool = False,
     outputs: bool = True,
-    run: Callable[[Any, Batch], Any] | None = None,
+    run: Callable[[Any, Any], Any] | None = None,
 ) -> Plan:
     """The tensors that recording one batch would give, with nothing computed.
 
@@ -83,7 +83,7 @@ def shapes_without_running(
             if run is None:
                 model(*args, **kwargs)
             else:
-                run(model, Batch(args, kwargs))
+                run(model, replace(batch, args=args, kwargs=kwargs))
     except Exception as error:  # a user's model can raise anything when it meets a fake tensor
         notes = (f"Not all shapes are known without running: {_reason(error)}",)
     ports = ["input"] * inputs + ["output"] * outputs
@@ -98,6 +98,32 @@ def shapes_without_running(
     return Plan((*listener.rows, *unknown), notes)
 
 
+def calls_without_running(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], sites: Sequence[Site]
+) -> tuple[dict[str, int], str | None]:
+    """How often each of these layers would run, or the reason why that is not known.
+
+    Nobody's hooks are called: this is a rehearsal, and the user's hooks count real calls.
+    """
+    calls: Counter[str] = Counter()
+    model = unwrap(model)
+    try:
+        with _untouched(model), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, (args, dict(kwargs)))
+            _swap_weights(model, fake)
+            for module in model.modules():
+                module._forward_hooks.clear()
+                module._forward_pre_hooks.clear()
+            for site in sites:
+                site.module.register_forward_hook(
+                    lambda module, args, output, name=site.name: calls.update([name])
+                )
+            model(*args, **kwargs)
+    except Exception as error:  # a user's model can raise anything when it meets a fake tensor
+        return {}, _reason(error)
+    return dict(calls), None
+
+
 class _Listener:
     def __init__(self, inputs: bool, outputs: bool) -> None:
         self.rows: list[PlannedRow] = []
@@ -105,9 +131,6 @@ class _Listener:
         self._inputs, self._outputs = inputs, outputs
 
     def hook(self, site: Site) -> Callable[..., None]:
-        # The leaves are named by the tap; imported late, a target alone needs no tap.
-        from ..taps.leaves import flatten, flatten_call
-
         def listen(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             call = self.calls[site.name]
             self.calls[site.name] += 1
