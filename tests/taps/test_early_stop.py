@@ -126,7 +126,7 @@ def test_a_model_that_looks_at_values_runs_to_its_end(tmp_path) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             while x.sum().item() < 10:
-                x = self.layer(x).abs() + 1
+                x = self.layer(x).abs() + x + 1
             return x
 
     with tap.record(Looks(), tmp_path / "r", layers="layer") as rec:
