@@ -104,9 +104,9 @@ def test_options_reach_the_target(run: Run, target: str, tmp_path: Path) -> None
 
 
 def test_early_stop_stops_and_can_be_refused(run: Run, target: str, tmp_path: Path) -> None:
-    """The last layer of this model raises: whether it runs is plain to see."""
-    stopped = run("record", f"{target}:broken", "-o", tmp_path / "a", "-l", "first")
+    stopped = run("record", f"{target}:build", "-o", tmp_path / "a", "-l", "first")
     assert stopped.code == 0
+    assert "Each forward was stopped behind 'first'" in stopped.err
     ran_on = run(
         "record", f"{target}:broken", "-o", tmp_path / "b", "-l", "first", "--no-early-stop"
     )
