@@ -11,7 +11,20 @@ from pathlib import Path
 import tensortap as tap
 
 ROOT = Path(tap.__file__).parent
-LAYERS = ["errors", "numerics", "recording", "selection", "taps", "targets", "reporting", "cli"]
+LAYERS = [
+    "errors",
+    "numerics",
+    "recording",
+    "selection",
+    "taps",
+    "targets",
+    "comparing",
+    "reporting",
+    "cli",
+]
+
+# Results know how to show themselves, inside functions: the only arrows that point back.
+RENDER_THEMSELVES = {"comparing/results.py", "comparing/modes.py"}
 
 
 def run(code: str) -> str:
@@ -94,4 +107,6 @@ def test_dependencies_point_one_way() -> None:
         later = {
             layer for layer in imported_layers(path) if LAYERS.index(layer) > LAYERS.index(home)
         }
+        if path.relative_to(ROOT).as_posix() in RENDER_THEMSELVES:
+            later -= {"reporting"}
         assert not later, f"{path.relative_to(ROOT)} imports {later}"

@@ -36,7 +36,7 @@ def plot(
     json: JsonOption = False,
 ) -> None:
     """Draw a layer: distribution, first 1000 values, heat map of the first 100 features."""
-    from ..reporting.choose import choose_port, choose_records, find_layer
+    from ..selection.recorded import choose_port, choose_records, find_layer
     from ..reporting.plots import plot_record
     from ..reporting.progress import progress
 

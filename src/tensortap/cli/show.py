@@ -57,7 +57,7 @@ def _all(
     each: bool,
     as_json: bool,
 ) -> None:
-    from ..reporting.choose import choose_layers, choose_port, choose_records
+    from ..selection.recorded import choose_layers, choose_port, choose_records
     from ..reporting.progress import progress
     from ..reporting.tables import header, layer_rows, layers_table
 
@@ -96,7 +96,7 @@ def _one(
     call: int | None,
     as_json: bool,
 ) -> None:
-    from ..reporting.choose import choose_port, choose_records, find_layer
+    from ..selection.recorded import choose_port, choose_records, find_layer
     from ..reporting.layer import print_layer, view_layer
     from ..reporting.progress import progress
 

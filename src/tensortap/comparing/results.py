@@ -1,0 +1,332 @@
+"""What a comparison says, as data: a comparison holds layers, a layer holds parts.
+
+A part is one port and leaf of a layer over all its moments; a layer's row repeats the numbers of
+its worst output, so that a table has one line a layer. Results render themselves: that is the one
+place where comparing reaches for reporting, inside functions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..numerics.difference import Difference
+from ..numerics.summary import Summary
+
+__all__ = [
+    "BAD",
+    "Comparison",
+    "EnvironmentDifference",
+    "LayerComparison",
+    "Moment",
+    "Origin",
+    "Part",
+    "Verdict",
+    "worst",
+]
+
+Verdict = Literal["identical", "within", "diverged", "missing", "incomparable"]
+Origin = Literal["made here", "inherited", "unknown"]
+Moment = tuple[int, int, int]  # epoch, batch, call
+
+BAD: tuple[Verdict, ...] = ("diverged", "incomparable")
+# From good to bad; a layer is as bad as its worst part.
+_ORDER: tuple[Verdict, ...] = ("identical", "within", "missing", "incomparable", "diverged")
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """The worst of some verdicts; None of none."""
+    return max(verdicts, key=_ORDER.index, default=None)
+
+
+@dataclass(frozen=True)
+class EnvironmentDifference:
+    """One thing that the two runs do not have in common."""
+
+    name: str
+    reference: str
+    candidate: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "reference": self.reference, "candidate": self.candidate}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One port and leaf of a layer, over all moments that both sides have.
+
+    `error` is the relative L2 error |candidate - reference| / |reference|, `floor` the error that
+    was to be expected here, in the same measure. `why` says in words what the verdict rests on.
+    Where a side holds summaries alone, `difference` is None and the two summaries are all there is.
+    """
+
+    port: str
+    leaf: str
+    verdict: Verdict
+    why: str
+    difference: Difference | None = None
+    reference_summary: Summary | None = None
+    candidate_summary: Summary | None = None
+    shape: tuple[int, ...] = ()
+    candidate_shape: tuple[int, ...] = ()
+    dtype: str = ""
+    candidate_dtype: str = ""
+    transform: str = ""
+    error: float = math.nan
+    floor: float | None = None
+    floor_ratio: float | None = None
+    hints: tuple[str, ...] = ()
+    moments: int = 0
+    worst_moment: Moment | None = None
+    nearer: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "port": self.port,
+            "leaf": self.leaf,
+            "verdict": self.verdict,
+            "why": self.why,
+            "shape": list(self.shape),
+            "candidate_shape": list(self.candidate_shape),
+            "dtype": self.dtype,
+            "candidate_dtype": self.candidate_dtype,
+            "transform": self.transform,
+            "error": number(self.error),
+            "floor": number(self.floor),
+            "floor_ratio": number(self.floor_ratio),
+            "hints": list(self.hints),
+            "moments": self.moments,
+            "worst_moment": None if self.worst_moment is None else list(self.worst_moment),
+            "nearer": self.nearer,
+            "difference": None if self.difference is None else self.difference.to_dict(),
+            "reference_summary": _summary(self.reference_summary),
+            "candidate_summary": _summary(self.candidate_summary),
+        }
+
+
+@dataclass(frozen=True)
+class LayerComparison:
+    """One layer of the reference beside the layer of the candidate that it was paired with.
+
+    `input_verdict` is None when the inputs were not recorded on both sides. `origin` is set on
+    diverged layers: `made here` (good inputs, bad output), `inherited` or `unknown`.
+    """
+
+    layer: str
+    candidate_layer: str | None
+    matched_by: str
+    verdict: Verdict
+    parts: tuple[Part, ...] = field(default=(), repr=False)
+    input_verdict: Verdict | None = None
+    origin: Origin | None = None
+    order: int = 0
+    type: str = ""
+    candidate_type: str = ""
+    note: str = ""
+
+    @property
+    def main(self) -> Part | None:
+        """The part whose numbers stand for the layer: the worst output, or the worst of all."""
+        outputs = [part for part in self.parts if part.port == "output"]
+        pool = outputs or [part for part in self.parts if part.port != "input"] or self.parts
+        if self.verdict in BAD and not any(part.verdict == self.verdict for part in pool):
+            pool = self.parts
+        return max(pool, key=_badness, default=None)
+
+    @property
+    def difference(self) -> Difference | None:
+        return self.main.difference if self.main is not None else None
+
+    @property
+    def error(self) -> float:
+        return self.main.error if self.main is not None else math.nan
+
+    @property
+    def floor(self) -> float | None:
+        return self.main.floor if self.main is not None else None
+
+    @property
+    def floor_ratio(self) -> float | None:
+        return self.main.floor_ratio if self.main is not None else None
+
+    @property
+    def grade(self) -> str | None:
+        """The documents' grade, by MSE; None where no tensors were compared."""
+        return self.difference.grade if self.difference is not None else None
+
+    @property
+    def transform(self) -> str:
+        return self.main.transform if self.main is not None else ""
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(hint for part in self.parts for hint in part.hints))
+
+    @property
+    def why(self) -> str:
+        """What the verdict rests on, in words."""
+        return self.main.why if self.main is not None else self.note
+
+    def to_dict(self) -> dict[str, Any]:
+        """Flat: the metrics of the main part stand beside the verdict."""
+        metrics = {} if self.difference is None else self.difference.to_dict()
+        main = self.main
+        return {
+            **metrics,
+            "layer": self.layer,
+            "candidate_layer": self.candidate_layer,
+            "matched_by": self.matched_by,
+            "verdict": self.verdict,
+            "input_verdict": self.input_verdict,
+            "origin": self.origin,
+            "type": self.type,
+            "candidate_type": self.candidate_type,
+            "order": self.order,
+            "port": main.port if main is not None else None,
+            "leaf": main.leaf if main is not None else None,
+            "error": number(self.error),
+            "floor": number(self.floor),
+            "floor_ratio": number(self.floor_ratio),
+            "grade": self.grade,
+            "transform": self.transform,
+            "nearer": main.nearer if main is not None else None,
+            "why": self.why,
+            "hints": list(self.hints),
+            "note": self.note,
+            "parts": [part.to_dict() for part in self.parts],
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two recordings, aligned, layer by layer, with verdicts; true when nothing diverged."""
+
+    reference: str
+    candidate: str
+    layers: tuple[LayerComparison, ...] = field(repr=False)
+    environment: tuple[EnvironmentDifference, ...] = field(default=(), repr=False)
+    same_input: bool | None = None
+    floor: str = ""
+    preset: str | None = None
+    truth: str | None = None
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        """Nothing diverged and nothing was incomparable; missing layers alone do not count."""
+        return not any(row.verdict in BAD for row in self.layers)
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    @property
+    def first_divergence(self) -> LayerComparison | None:
+        """The first diverged layer in order of execution."""
+        return next((row for row in self.layers if row.verdict == "diverged"), None)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers got each verdict."""
+        found = Counter(row.verdict for row in self.layers)
+        return {verdict: found[verdict] for verdict in _ORDER if found[verdict]}
+
+    @property
+    def compared(self) -> tuple[LayerComparison, ...]:
+        """The layers that could be compared."""
+        return tuple(r for r in self.layers if r.verdict not in ("missing", "incomparable"))
+
+    def __getitem__(self, layer: str) -> LayerComparison:
+        for row in self.layers:
+            if layer in (row.layer, row.candidate_layer):
+                return row
+        raise KeyError(layer)
+
+    @property
+    def sentence(self) -> str:
+        """The answer in a sentence."""
+        from .sentences import answer
+
+        return answer(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        first = self.first_divergence
+        return {
+            "format": 1,
+            "same": self.same,
+            "sentence": self.sentence,
+            "reference": self.reference,
+            "candidate": self.candidate,
+            "first_divergence": None if first is None else _first(first),
+            "counts": self.counts,
+            "same_input": self.same_input,
+            "floor": self.floor,
+            "preset": self.preset,
+            "truth": self.truth,
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+            "environment": [item.to_dict() for item in self.environment],
+            "layers": [row.to_dict() for row in self.layers],
+        }
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Strict JSON, as docs/comparison.schema.json describes it; also written to `path`."""
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+        if path is not None:
+            _write(path, text + "\n")
+        return text
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """A single page with everything in it, which opens without a network."""
+        from ..reporting.page import render_page
+
+        text = render_page(self)
+        if path is not None:
+            _write(path, text)
+        return text
+
+    def __str__(self) -> str:
+        from ..reporting.comparisons import comparison_text
+
+        return comparison_text(self)
+
+    def _repr_html_(self) -> str:
+        from ..reporting.page import notebook
+
+        return notebook(self)
+
+
+def number(value: float | None) -> float | str | None:
+    """A number as strict JSON holds it."""
+    if value is None or math.isnan(value):
+        return None
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return value
+
+
+def _badness(part: Part) -> tuple[int, float, float]:
+    ratio = part.floor_ratio if part.floor_ratio is not None else -1.0
+    error = -1.0 if math.isnan(part.error) else part.error
+    return _ORDER.index(part.verdict), ratio, error
+
+
+def _first(row: LayerComparison) -> Mapping[str, Any]:
+    names = ("layer", "candidate_layer", "verdict", "input_verdict", "origin", "why")
+    return {**{name: getattr(row, name) for name in names}, "hints": list(row.hints)}
+
+
+def _summary(summary: Summary | None) -> dict[str, Any] | None:
+    return None if summary is None else summary.to_dict()
+
+
+def _write(path: str | os.PathLike[str], text: str) -> None:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text, encoding="utf-8")
