@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensortap.demo import MODES, build
+import tensortap as tap
+from tensortap.demo import BUG_GAIN, BUG_LAYER, MODES, Int8Linear, build
 from tensortap.errors import OptionError
 from tensortap.targets import load_target
 
@@ -36,15 +37,71 @@ def test_same_seed_same_bits_and_random_state_left_alone() -> None:
         assert torch.equal(first(first.batches[0]), again(again.batches[0]))
 
 
-@pytest.mark.parametrize("mode", MODES)
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+}
+
+
+@pytest.mark.parametrize("mode", DTYPES)
 def test_modes_are_one_model_in_other_dtypes(mode: str) -> None:
     reference, target = build(seq_len=8), build(mode=mode, seq_len=8)
-    assert {p.dtype for p in target.model.parameters()} == {MODES[mode]}
-    assert torch.equal(target.model.head.weight, reference.model.head.weight.to(MODES[mode]))
+    assert {p.dtype for p in target.model.parameters()} == {DTYPES[mode]}
+    assert torch.equal(target.model.head.weight, reference.model.head.weight.to(DTYPES[mode]))
     with torch.no_grad():
         got, expected = target(target.batches[0]), reference(reference.batches[0])
-    assert got.dtype == MODES[mode]
+    assert got.dtype == DTYPES[mode]
     torch.testing.assert_close(got.float(), expected, rtol=0.1, atol=0.1)
+
+
+def test_int8_is_near_and_its_weights_are_int8(tmp_path) -> None:
+    reference, target = build(seq_len=8), build(mode="int8", seq_len=8)
+    layers = [m for m in target.model.modules() if isinstance(m, Int8Linear)]
+    assert len(layers) == 8 * 6
+    assert all(m.weight.dtype == torch.int8 and not m.weight.requires_grad for m in layers)
+    assert all((m.weight.abs().amax(1) == 127).all() for m in layers)  # the whole range is used
+    with torch.no_grad():
+        got, expected = target(target.batches[0]), reference(reference.batches[0])
+    assert got.dtype == torch.float32
+    error = (got - expected).norm() / expected.norm()
+    assert 1e-3 < error < 3e-2
+    with tap.record(target.model, tmp_path / "run", layers="first") as rec:
+        target(target.batches[0])
+    assert rec.failure is None
+    assert tap.open(tmp_path / "run").manifest.target["dtypes"]["int8"] == 8 * 12 * 256 * 256
+
+
+def test_int8_layer_is_its_definition() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(24, 16)
+    x = torch.randn(2, 5, 24)
+    x[0, 1] = 0
+    w_scale = linear.weight.abs().amax(1) / 127
+    x_scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+    w = (linear.weight / w_scale[:, None]).round().long()
+    q = (x / x_scale).round().long()
+    expected = (q @ w.t()).float() * x_scale * w_scale + linear.bias
+    with torch.no_grad():
+        got = Int8Linear(linear)(x)
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(got[0, 1], linear.bias)
+    assert torch.equal(Int8Linear(linear)(x[0, 3]), got[0, 3])  # a single token
+
+
+def test_the_bug_is_where_it_is_said_to_be() -> None:
+    reference, target = build(seq_len=8).model, build(mode="bug", seq_len=8).model
+    different = [
+        name
+        for (name, a), b in zip(reference.named_parameters(), target.parameters(), strict=True)
+        if not torch.equal(a, b)
+    ]
+    assert different == [f"{BUG_LAYER}.weight", f"{BUG_LAYER}.bias"]
+    x = torch.randn(3, 4 * 256)
+    with torch.no_grad():
+        right, wrong = (m.get_submodule(BUG_LAYER)(x) for m in (reference, target))
+    torch.testing.assert_close(wrong, right * BUG_GAIN)
 
 
 def test_attention_is_causal() -> None:
@@ -68,10 +125,11 @@ def test_options_reach_it_by_name() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"mode": "int3"}, "fp32, bf16, fp16"),
+        ({"mode": "int3"}, ", ".join(MODES)),
         ({"seq_len": 0}, "seq_len"),
         ({"samples": -1}, "samples"),
         ({"mode": "bf16", "dtype": torch.float16}, "disagree"),
+        ({"mode": "int8", "dtype": torch.bfloat16}, "disagree"),
         ({"dtype": torch.int8}, "torch.int8"),
     ],
 )

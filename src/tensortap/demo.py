@@ -1,6 +1,9 @@
 """The built-in target: a small decoder-only transformer of our own, seeded, with no download.
 
-tensortap record tensortap.demo:build -o runs/demo
+tensortap record tensortap.demo:build -o runs/fp32
+
+Its modes are one model: in another dtype, with int8 weights and activations, or with a bug that
+was planted for comparisons to find (`bug`: BUG_LAYER returns BUG_GAIN times what it should).
 """
 
 from __future__ import annotations
@@ -12,15 +15,18 @@ from torch import Tensor, nn
 from .errors import OptionError
 from .targets import Target
 
-__all__ = ["MODES", "DemoModel", "build"]
+__all__ = ["BUG_GAIN", "BUG_LAYER", "MODES", "DemoModel", "Int8Linear", "build"]
 
 VOCABULARY = 1000
-MODES: dict[str, torch.dtype] = {
+_DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+MODES: tuple[str, ...] = (*_DTYPES, "int8", "bug")
+BUG_LAYER = "blocks.4.mlp.down"
+BUG_GAIN = 1.02
 
 
 class RMSNorm(nn.Module):
@@ -119,6 +125,63 @@ class DemoModel(nn.Module):
         return logits
 
 
+class Int8Linear(nn.Module):
+    """A linear layer in int8: weights scaled by output channel, activations by token, as they come.
+
+    Products are summed exactly, in int32; the scales are multiplied in afterwards, in float32.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = _scale(weight)
+        self.weight = nn.Parameter(_quantise(weight, scale), requires_grad=False)
+        self.scale = nn.Parameter(scale.squeeze(-1), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = _scale(x.float())
+        tokens = _quantise(x.float(), scale).reshape(-1, x.shape[-1])
+        products = _product(tokens, self.weight).reshape(*x.shape[:-1], -1)
+        result = products.float() * scale * self.scale
+        return (result if self.bias is None else result + self.bias).to(x.dtype)
+
+
+def _scale(x: Tensor) -> Tensor:
+    """What one step of int8 is worth in each row; a row of zeros keeps a scale that divides."""
+    return x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 127
+
+
+def _quantise(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).round().clamp(-127, 127).to(torch.int8)
+
+
+def _product(tokens: Tensor, weight: Tensor) -> Tensor:
+    """tokens @ weight.T, exactly; where the int8 kernel does not take the shape, in float64."""
+    (rows, width), columns = tokens.shape, weight.shape[0]
+    on_cuda = tokens.is_cuda and rows > 16 and width % 8 == columns % 8 == 0
+    if tokens.device.type == "cpu" or on_cuda:
+        return torch._int_mm(tokens, weight.t())
+    return (tokens.double() @ weight.t().double()).to(torch.int32)
+
+
+def _to_int8(model: DemoModel) -> None:
+    """The linears of the blocks in int8; embedding, norms and head stay as they are."""
+    for block in model.blocks:
+        for part in (block.attention, block.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, Int8Linear(child))
+
+
+def _plant(model: DemoModel) -> None:
+    """The bug of the mode `bug`: a gain that is a little off."""
+    layer = model.get_submodule(BUG_LAYER)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(BUG_GAIN)
+
+
 def build(
     mode: str = "fp32",
     seq_len: int = 64,
@@ -141,16 +204,20 @@ def build(
         torch.manual_seed(seed)
         model = DemoModel()
         batches = [torch.randint(VOCABULARY, (1, seq_len)) for _ in range(samples)]
-    model.to(device=device, dtype=MODES[mode]).eval()
+    if mode == "int8":
+        _to_int8(model)
+    elif mode == "bug":
+        _plant(model)
+    model.to(device=device, dtype=_DTYPES.get(mode, torch.float32)).eval()
     return Target(model, [{"input_ids": ids.to(device)} for ids in batches], mode=mode)
 
 
 def _mode(mode: str, dtype: torch.dtype | None) -> str:
     if mode not in MODES:
         raise OptionError(f"The demo has no mode {mode!r}. Its modes are {', '.join(MODES)}.")
-    if dtype is None or dtype == MODES[mode]:
+    if dtype is None or dtype == _DTYPES.get(mode, torch.float32):
         return mode
-    named = {kind: name for name, kind in MODES.items()}
+    named = {kind: name for name, kind in _DTYPES.items()}
     if dtype not in named:
         raise OptionError(
             f"The demo does not run in {dtype}. It runs in "
