@@ -167,11 +167,10 @@ def _product(tokens: Tensor, weight: Tensor) -> Tensor:
 
 def _to_int8(model: DemoModel) -> None:
     """The linears of the blocks in int8; embedding, norms and head stay as they are."""
-    for block in model.blocks:
-        for part in (block.attention, block.mlp):
-            for name, child in list(part.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(part, name, Int8Linear(child))
+    for part in list(model.blocks.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(part, name, Int8Linear(child))
 
 
 def _plant(model: DemoModel) -> None:
