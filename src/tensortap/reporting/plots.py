@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MissingExtraError, OptionError, RecordingError
+from ..errors import RecordingError
 from . import text
 from .bars import counted, finite_values
+from .figures import BLUE, GRID, INK, Plotted, fit, new_figure, save, say, styled
 
 if TYPE_CHECKING:
     import torch
@@ -26,15 +27,6 @@ _POSITIONS = 2048
 _SAMPLED = 1 << 24
 _CLIP = 2  # percent at each end: one massive feature must not hide all others
 _LARGEST = 1e300  # matplotlib's own arithmetic overflows beyond
-_INK, _MUTED, _BLUE = "#1f2933", "#66788a", "#2563a8"
-
-
-@dataclass(frozen=True)
-class Plotted:
-    """Where a picture went, and what it leaves out."""
-
-    path: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class _Grid:
 
 def plot_record(record: Record, path: Path) -> Plotted:
     """Draw one recorded tensor; `path` decides by its ending between PNG, PDF and SVG."""
-    matplotlib = _matplotlib()
+    style = styled()
     tensor = record.tensor()
     if tensor.numel() == 0:
         raise RecordingError(
@@ -60,59 +52,20 @@ def plot_record(record: Record, path: Path) -> Plotted:
         raise RecordingError(
             f"The {record.where()} reaches {record.summary.absmax:.3g}, too large for a plot."
         )
-    with matplotlib.rc_context(_STYLE):
+    with style:
         figure, notes = _draw(record, tensor)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise OptionError(f"Cannot write {path}: {error.strerror or error}.") from None
-        except ValueError as error:
-            raise OptionError(f"Cannot write {path}: {error}. Use a name as l3.png.") from None
+        save(figure, path)
     return Plotted(str(path), tuple(notes))
 
 
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plot", "Plotting") from None
-    return matplotlib
-
-
-_STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _MUTED,
-    "axes.edgecolor": "#c5ced6",
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "axes.formatter.limits": (-4, 5),
-    "axes.formatter.use_mathtext": True,
-}
-
-
 def _draw(record: Record, tensor: torch.Tensor) -> tuple[Any, list[str]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     notes: list[str] = []
-    figure = Figure(figsize=(14, 4.6), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    engine: Any = figure.get_layout_engine()
-    engine.set(w_pad=0.12, h_pad=0.08)
+    figure = new_figure(14, 4.6)
     panels = figure.subplots(1, 3, width_ratios=[1, 1.1, 1.25])
     _distribution(panels[0], tensor, notes)
     _first_values(panels[1], tensor)
     _heat_map(figure, panels[2], tensor, notes)
-    figure.suptitle(_title(record), x=0.008, ha="left", fontsize=12, color=_INK)
+    figure.suptitle(_title(record), x=0.008, ha="left", fontsize=12, color=INK)
     return figure, notes
 
 
@@ -120,7 +73,7 @@ def _title(record: Record) -> str:
     """Name, shape and dtype; what is not finite is counted, since no panel can show it."""
     s = record.summary
     leaf = f" {record.leaf}" if record.leaf else ""
-    name = _fit(f"{text.layer_name(record.layer)} · {record.port}{leaf}", 70)
+    name = fit(f"{text.layer_name(record.layer)} · {record.port}{leaf}", 70)
     parts = [name, text.shape(record.shape), record.dtype]
     if record.batch or record.call:
         parts.append(f"batch {record.batch}, call {record.call}")
@@ -129,10 +82,6 @@ def _title(record: Record) -> str:
     if s.posinf + s.neginf:
         parts.append(f"{text.count(s.posinf + s.neginf)} Inf")
     return "   ".join(parts).replace("$", r"\$")
-
-
-def _fit(name: str, most: int) -> str:
-    return name if len(name) <= most else f"…{name[1 - most :]}"
 
 
 def _distribution(panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
@@ -148,14 +97,14 @@ def _distribution(panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
     panel.set_xlabel("Value")
     panel.set_ylabel("Frequency")
     if not values.size:
-        _say(panel, "no finite values")
+        say(panel, "no finite values")
         return
     low, high = float(values.min()), float(values.max())
     if high == low:
         room = max(abs(low) * 0.5, 0.5)
         low, high = low - room, high + room
     counts, edges = counted(values, BINS, low, high)
-    panel.stairs(counts, edges, fill=True, color=_BLUE)
+    panel.stairs(counts, edges, fill=True, color=BLUE)
     panel.set_xlim(low, high)
     if _outliers(values, low, high):
         panel.set_yscale("log")
@@ -164,7 +113,7 @@ def _distribution(panel: Any, tensor: torch.Tensor, notes: list[str]) -> None:
     else:
         panel.set_ylim(0, max(1, counts.max()) * 1.05)
         panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.yaxis.grid(True, color="#e8edf1", linewidth=0.8)
+    panel.yaxis.grid(True, color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
 
 
@@ -182,14 +131,14 @@ def _first_values(panel: Any, tensor: torch.Tensor) -> None:
     panel.set_xlabel("Index")
     panel.set_ylabel("Value")
     if not np.isfinite(values).any():
-        _say(panel, "no finite values")
+        say(panel, "no finite values")
         return
     shown = np.where(np.isfinite(values), values, np.nan)
     style = {"marker": "o", "markersize": 3} if len(values) < 40 else {}
-    panel.plot(np.arange(len(values)), shown, linewidth=0.7, color=_BLUE, **style)
+    panel.plot(np.arange(len(values)), shown, linewidth=0.7, color=BLUE, **style)
     panel.margins(x=0.01)
     panel.xaxis.get_major_locator().set_params(integer=True)
-    panel.yaxis.grid(True, color="#e8edf1", linewidth=0.8)
+    panel.yaxis.grid(True, color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
 
 
@@ -199,7 +148,7 @@ def _heat_map(figure: Any, panel: Any, tensor: torch.Tensor, notes: list[str]) -
     grid = _grid(tensor)
     if grid is None:
         panel.set_title("Heat map")
-        _say(panel, "a single value has no positions")
+        say(panel, "a single value has no positions")
         return
     values = grid.values
     if values.shape[0] > _POSITIONS:
@@ -264,9 +213,3 @@ def _numbers(tensor: torch.Tensor) -> Any:
     if tensor.is_complex():
         tensor = tensor.detach().to(torch.complex128).abs()
     return tensor.detach().to(torch.float64).numpy()
-
-
-def _say(panel: Any, words: str) -> None:
-    panel.set_xticks([])
-    panel.set_yticks([])
-    panel.text(0.5, 0.5, words, transform=panel.transAxes, ha="center", va="center", color=_MUTED)
