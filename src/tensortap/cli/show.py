@@ -57,9 +57,9 @@ def _all(
     each: bool,
     as_json: bool,
 ) -> None:
-    from ..selection.recorded import choose_layers, choose_port, choose_records
     from ..reporting.progress import progress
     from ..reporting.tables import header, layer_rows, layers_table
+    from ..selection.recorded import choose_layers, choose_port, choose_records
 
     wanted = set(choose_layers(recording, patterns))
     records = choose_records(
@@ -96,9 +96,9 @@ def _one(
     call: int | None,
     as_json: bool,
 ) -> None:
-    from ..selection.recorded import choose_port, choose_records, find_layer
     from ..reporting.layer import print_layer, view_layer
     from ..reporting.progress import progress
+    from ..selection.recorded import choose_port, choose_records, find_layer
 
     layer = find_layer(recording, name)
     records = choose_records(layer.records, port=choose_port(port), batch=batch, call=call)
