@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["print_table", "stderr", "stdout", "table"]
+__all__ = ["plain", "print_table", "stderr", "stdout", "table", "written"]
 
 _WIDE = 10_000
 
@@ -39,12 +41,38 @@ def stderr() -> Console:
     )
 
 
+def plain() -> Console:
+    """A console that keeps what it is told, wide and without colour, for `written`."""
+    from rich.console import Console
+
+    return Console(
+        file=io.StringIO(),
+        width=_WIDE,
+        no_color=True,
+        highlight=False,
+        emoji=False,
+        soft_wrap=True,
+        markup=False,
+        force_terminal=False,
+        force_jupyter=False,
+    )
+
+
+def written(console: Console) -> str:
+    """What a plain console was told."""
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
 _FOLDING = ("layer", "alias", "type", "leaf", "finding")
 _NARROWEST = 14
 
 
-def table(*columns: tuple[str, str]) -> Table:
-    """An empty table in the house style; a column is its title and how it is justified."""
+def table(*columns: tuple[str, str], folds: Sequence[str] = ()) -> Table:
+    """An empty table in the house style; a column is its title and how it is justified.
+
+    Columns of names may fold on a narrow terminal, and those that `folds` names.
+    """
     from rich import box
     from rich.table import Table
 
@@ -60,7 +88,7 @@ def table(*columns: tuple[str, str]) -> Table:
             title,
             justify=justify,  # type: ignore[arg-type]
             overflow="fold",
-            no_wrap=title not in _FOLDING,
+            no_wrap=title not in (*_FOLDING, *folds),
         )
     return made
 
@@ -76,7 +104,7 @@ def print_table(console: Console, made: Table) -> None:
     natural = Measurement.get(console, wide, made).maximum
     spare = 0
     for column in made.columns:
-        if column.header in _FOLDING:
+        if not column.no_wrap:
             cells = max((len(str(cell)) for cell in column.cells), default=0)
             spare += max(0, cells - _NARROWEST)
     made.width = min(natural, max(console.width, natural - spare))

@@ -1,0 +1,212 @@
+"""A comparison in the terminal: what differs between the runs, a row a layer, the answer.
+
+On a narrow terminal the least telling columns go first, and a line says which went: a number is
+never cut, and nothing vanishes silently. What goes to a file or a pipe has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import text
+from .console import plain, print_table, table, written
+from .layer_comparison import layer_screen
+from .modes import modes_table, modes_text, print_modes
+from .verdicts import STYLES, cosine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..comparing.results import Comparison, LayerComparison
+
+__all__ = [
+    "comparison_table",
+    "comparison_text",
+    "environment_table",
+    "layer_screen",
+    "modes_table",
+    "modes_text",
+    "print_comparison",
+    "print_modes",
+]
+
+_NARROW = {"layer": 14, "candidate layer": 14, "note": 24}
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column: its cells, and its rank when there is room for some alone (0 stays always)."""
+
+    title: str
+    cell: Callable[[LayerComparison], str]
+    rank: int = 0
+    justify: str = "right"
+
+
+def comparison_table(
+    comparison: Comparison,
+    *,
+    rows: Sequence[LayerComparison] | None = None,
+    width: int | None = None,
+) -> Table:
+    """A row a layer, in order; columns that say nothing are left out, `width` leaves out more."""
+    made, _ = _fitted(comparison, comparison.layers if rows is None else rows, width)
+    return made
+
+
+def _fitted(
+    comparison: Comparison, rows: Sequence[LayerComparison], width: int | None
+) -> tuple[Table, list[str]]:
+    """The table and the titles that it has no room for."""
+    from rich.text import Text
+
+    columns = [(column, [column.cell(row) for row in rows]) for column in _columns(rows)]
+    columns = [
+        (column, cells)
+        for column, cells in columns
+        if not column.rank or any(cell not in ("", "-") for cell in cells)
+    ]
+    dropped = []
+    while width is not None and _needs(columns) > width:
+        least = max(columns, key=lambda item: item[0].rank)
+        if not least[0].rank:
+            break
+        columns.remove(least)
+        dropped.append(least[0].title)
+    made = table(*((c.title, c.justify) for c, _ in columns), folds=tuple(_NARROW))
+    first = comparison.first_divergence
+    for number, row in enumerate(rows):
+        cells: list[Any] = [cells[number] for _, cells in columns]
+        for at, (column, _) in enumerate(columns):
+            if column.title in ("verdict", "input"):
+                cells[at] = Text(cells[at], style=STYLES.get(cells[at], "dim"))
+            elif column.title == "layer" and row is first:
+                cells[at] = Text(cells[at], style="bold red")
+        made.add_row(*cells)
+    return made, dropped
+
+
+def _needs(columns: Sequence[tuple[_Column, Sequence[str]]]) -> int:
+    """The fewest letters in which these columns stand whole, names folded."""
+    total = 0
+    for column, cells in columns:
+        widest = max((len(cell) for cell in (column.title, *cells)), default=0)
+        total += min(widest, _NARROW.get(column.title, widest)) + 1
+    return total - 1
+
+
+def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
+    renamed = any(row.candidate_layer not in (None, row.layer) for row in rows)
+    matched = any(row.matched_by not in ("", "name") for row in rows)
+    columns = [_Column("layer", lambda row: text.layer_name(row.layer), justify="left")]
+    if renamed:
+        columns.append(_Column("candidate layer", _candidate_layer, 5, "left"))
+    if matched:
+        columns.append(_Column("matched by", lambda row: row.matched_by or "-", 10, "left"))
+    return [
+        *columns,
+        _Column("verdict", lambda row: row.verdict, justify="left"),
+        _Column("input", lambda row: row.input_verdict or "-", 2, "left"),
+        _Column("max abs", _metric("max_abs"), 3),
+        _Column("MAE", _metric("mae"), 7),
+        _Column("MSE", _metric("mse"), 8),
+        _Column("cosine", _cosine, 4),
+        _Column("error", lambda row: text.number(row.error, 4), 6),
+        _Column("× floor", _ratio, 1),
+        _Column("grade", lambda row: row.grade or "-", 9, "left"),
+        _Column("note", row_note, 5, "left"),
+    ]
+
+
+def _candidate_layer(row: LayerComparison) -> str:
+    return "-" if row.candidate_layer is None else text.layer_name(row.candidate_layer)
+
+
+def _metric(name: str) -> Callable[[LayerComparison], str]:
+    def cell(row: LayerComparison) -> str:
+        return "-" if row.difference is None else text.number(getattr(row.difference, name), 4)
+
+    return cell
+
+
+def _cosine(row: LayerComparison) -> str:
+    return "-" if row.difference is None else cosine(row.difference)
+
+
+def _ratio(row: LayerComparison) -> str:
+    return text.number(row.floor_ratio, 3)
+
+
+def row_note(row: LayerComparison) -> str:
+    """What is worth saying of a row beside its numbers."""
+    parts = [row.origin or "", row.transform, *row.hints, row.note]
+    if row.verdict in ("diverged", "incomparable") and not row.hints:
+        parts.append(row.why)
+    return text.clean("; ".join(dict.fromkeys(part.rstrip(".") for part in parts if part)))
+
+
+def environment_table(comparison: Comparison) -> Table:
+    """What the two runs do not have in common."""
+    made = table(
+        ("differs", "left"),
+        ("reference", "left"),
+        ("candidate", "left"),
+        folds=("reference", "candidate"),
+    )
+    for item in comparison.environment:
+        cells = (item.name, item.reference, item.candidate)
+        made.add_row(*(text.clean(cell) or "-" for cell in cells))
+    return made
+
+
+def print_comparison(
+    console: Console,
+    comparison: Comparison,
+    *,
+    rows: Sequence[LayerComparison] | None = None,
+    notes: bool = False,
+) -> None:
+    """Warnings first, the answer last, where the eye is when the table has gone by."""
+    print_head(console, comparison)
+    shown = comparison.layers if rows is None else rows
+    if shown:
+        made, dropped = _fitted(comparison, shown, console.width)
+        print_table(console, made)
+        if dropped:
+            console.print(
+                f"No room for: {', '.join(reversed(dropped))}. Widen the terminal, or --json.",
+                style="dim",
+            )
+        console.print()
+    if notes:
+        for note in comparison.notes:
+            console.print(f"note: {text.clean(note)}", style="dim")
+    style = "bold green" if comparison.same else "bold red"
+    console.print(text.clean(comparison.sentence), style=style)
+
+
+def print_head(console: Console, comparison: Comparison) -> None:
+    """What to know before the first number: warnings, the two runs, where they differ."""
+    for warning in comparison.warnings:
+        console.print(f"warning: {text.clean(warning)}", style="bold yellow")
+    parts = [
+        f"reference {text.clean(comparison.reference)}",
+        f"candidate {text.clean(comparison.candidate)}",
+        f"floor: {text.clean(comparison.floor)}" if comparison.floor else "",
+        f"preset {comparison.preset}" if comparison.preset else "",
+        f"truth {text.clean(comparison.truth)}" if comparison.truth else "",
+    ]
+    console.print(" · ".join(part for part in parts if part), style="dim")
+    if comparison.environment:
+        print_table(console, environment_table(comparison))
+        console.print()
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """All of it as plain text: what `print(result)` shows."""
+    console = plain()
+    print_comparison(console, comparison, notes=True)
+    return written(console)

@@ -1,0 +1,112 @@
+"""The table of document 003: every mode against the reference, first and last layer."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from . import text
+from .console import plain, print_table, table, written
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..comparing.modes import ModeRow, Modes
+
+__all__ = ["modes_table", "modes_text", "print_modes"]
+
+WIDTH = 80
+
+
+def modes_table(modes: Modes) -> Table:
+    """A row a mode with the document's columns, then the grade, the input and where it parts."""
+    from rich.text import Text
+
+    numbers = ("Layer 0 MSE", "Layer 0 MAE", "Last Layer MSE", "Last Layer MAE", "Avg Corr")
+    words = ("Grade", "Same Input", "First Divergence")
+    noted = any(row.problem for row in modes.modes)
+    made = table(
+        ("Mode", "left"),
+        *((title, "right") for title in numbers),
+        *((title, "left") for title in words),
+        *([("Note", "left")] if noted else []),
+        folds=("First Divergence", "Note"),
+    )
+    for row in modes.modes:
+        cells: list[Any] = [
+            text.clean(row.mode),
+            _scientific(row.first_layer_mse),
+            _fixed(row.first_layer_mae),
+            _scientific(row.last_layer_mse),
+            _fixed(row.last_layer_mae),
+            _fixed(row.mean_correlation),
+            row.grade or "-",
+            Text(*_same_input(row)),
+            Text(*_divergence(row)),
+        ]
+        if noted:
+            cells.append(Text(text.clean(row.problem), style="yellow"))
+        made.add_row(*cells)
+    return made
+
+
+def _same_input(row: ModeRow) -> tuple[str, str]:
+    if row.same_input is None:
+        return ("-" if row.problem else "unknown"), "dim"
+    return ("yes", "") if row.same_input else ("no", "bold yellow")
+
+
+def _divergence(row: ModeRow) -> tuple[str, str]:
+    if row.problem or row.same is None:
+        return "-", "dim"
+    if row.first_divergence is not None:
+        return text.layer_name(row.first_divergence), "bold red"
+    return ("none", "green") if row.same else ("none, but incomparable", "bold red")
+
+
+def _scientific(value: float | None) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.6e}"
+
+
+def _fixed(value: float | None) -> str:
+    """Six decimals, as the document has it; an exponent where they would hide the number."""
+    if value is None or math.isnan(value):
+        return "-"
+    plainly = value == 0 or 1e-6 <= abs(value) < 1e9 or math.isinf(value)
+    return f"{value:.6f}" if plainly else f"{value:.6e}"
+
+
+def print_modes(console: Console, modes: Modes) -> None:
+    """Warnings, the table under its heading, and which layers its columns are of."""
+    for warning in modes.warnings:
+        console.print(f"warning: {text.clean(warning)}", style="bold yellow")
+    console.print("=" * WIDTH, style="dim")
+    console.print(f"SUMMARY TABLE - All Modes vs {text.clean(modes.reference)}", style="bold")
+    console.print("=" * WIDTH, style="dim")
+    print_table(console, modes_table(modes))
+    console.print("=" * WIDTH, style="dim")
+    for line in _layers(modes):
+        console.print(line, style="dim")
+
+
+def _layers(modes: Modes) -> list[str]:
+    """Which layers stand in the columns, said once where all modes agree."""
+    ends: dict[tuple[str, str], list[str]] = {}
+    for row in modes.modes:
+        if not row.problem:
+            ends.setdefault((row.first_layer, row.last_layer), []).append(row.mode)
+    lines = []
+    for (first, last), names in ends.items():
+        who = "" if len(ends) == 1 else f"{text.clean(', '.join(names))}: "
+        lines.append(
+            f"{who}Layer 0 is {text.layer_name(first)}, the last layer {text.layer_name(last)}."
+        )
+    return lines
+
+
+def modes_text(modes: Modes) -> str:
+    """All of it as plain text: what `print(modes)` shows."""
+    console = plain()
+    print_modes(console, modes)
+    return written(console)
