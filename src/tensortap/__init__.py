@@ -7,6 +7,8 @@
         rec.step()
     run = tap.open("runs/fp32")
     run["model.layers.0"].output
+    result = tap.compare("runs/fp32", "runs/int8")
+    result.first_divergence
 
 The names below are loaded when they are first used, so that importing tensortap costs nothing.
 """
@@ -19,17 +21,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import testing
+    from .comparing import (
+        Comparison,
+        LayerComparison,
+        Modes,
+        Part,
+        compare,
+        compare_modes,
+    )
     from .errors import TapError
-    from .numerics import Histogram, Summary, summarize
+    from .numerics import Difference, Histogram, Summary, difference, summarize
     from .recording import Finding, Layer, Limits, Record, Recording, check, open
     from .taps import Recorder, TapWarning, record
     from .targets import Target
 
 _HOMES = {
+    "Comparison": "comparing",
+    "Difference": "numerics",
     "Finding": "recording",
     "Histogram": "numerics",
     "Layer": "recording",
+    "LayerComparison": "comparing",
     "Limits": "recording",
+    "Modes": "comparing",
+    "Part": "comparing",
     "Record": "recording",
     "Recorder": "taps",
     "Recording": "recording",
@@ -38,16 +54,25 @@ _HOMES = {
     "TapWarning": "taps",
     "Target": "targets",
     "check": "recording",
+    "compare": "comparing",
+    "compare_modes": "comparing",
+    "difference": "numerics",
     "open": "recording",
     "record": "taps",
     "summarize": "numerics",
+    "testing": "testing",
 }
 
 __all__ = [
+    "Comparison",
+    "Difference",
     "Finding",
     "Histogram",
     "Layer",
+    "LayerComparison",
     "Limits",
+    "Modes",
+    "Part",
     "Record",
     "Recorder",
     "Recording",
@@ -56,9 +81,13 @@ __all__ = [
     "TapWarning",
     "Target",
     "check",
+    "compare",
+    "compare_modes",
+    "difference",
     "open",
     "record",
     "summarize",
+    "testing",
 ]
 
 
@@ -66,7 +95,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'tensortap' has no attribute {name!r}")
-    value = getattr(import_module(f".{home}", __name__), name)
+    module = import_module(f".{home}", __name__)
+    value = module if home == name else getattr(module, name)
     globals()[name] = value
     return value
 

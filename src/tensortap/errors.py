@@ -9,6 +9,7 @@
     │   ├── RecordingExistsError a folder that already holds one
     │   ├── VersionError        a recording from a newer tensortap
     │   └── DamagedError        a truncated or corrupt file
+    ├── ComparisonError         recordings that cannot be compared
     ├── LayoutError             a tree of .pt, .npy or .npz files that cannot be read or written
     └── MissingExtraError       a package that is not installed               (also an ImportError)
 
@@ -20,6 +21,7 @@ and keeps its traceback.
 from __future__ import annotations
 
 __all__ = [
+    "ComparisonError",
     "DamagedError",
     "LayoutError",
     "MissingExtraError",
@@ -68,6 +70,10 @@ class VersionError(RecordingError):
 
 class DamagedError(RecordingError):
     """A file of a recording that is truncated or corrupt."""
+
+
+class ComparisonError(TapError):
+    """Recordings of which nothing, or not enough, can be compared."""
 
 
 class LayoutError(TapError):

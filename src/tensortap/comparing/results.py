@@ -84,6 +84,8 @@ class Part:
     hints: tuple[str, ...] = ()
     moments: int = 0
     worst_moment: Moment | None = None
+    max_abs_moment: Moment | None = None
+    order: int = 0
     nearer: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,6 +105,7 @@ class Part:
             "hints": list(self.hints),
             "moments": self.moments,
             "worst_moment": None if self.worst_moment is None else list(self.worst_moment),
+            "max_abs_moment": None if self.max_abs_moment is None else list(self.max_abs_moment),
             "nearer": self.nearer,
             "difference": None if self.difference is None else self.difference.to_dict(),
             "reference_summary": _summary(self.reference_summary),
@@ -228,8 +231,9 @@ class Comparison:
 
     @property
     def first_divergence(self) -> LayerComparison | None:
-        """The first diverged layer in order of execution."""
-        return next((row for row in self.layers if row.verdict == "diverged"), None)
+        """The first diverged layer in order of execution; gradients run behind all outputs."""
+        diverged = [row for row in self.layers if row.verdict == "diverged"]
+        return min(diverged, key=_when, default=None)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -315,6 +319,12 @@ def _badness(part: Part) -> tuple[int, float, float]:
     ratio = part.floor_ratio if part.floor_ratio is not None else -1.0
     error = -1.0 if math.isnan(part.error) else part.error
     return _ORDER.index(part.verdict), ratio, error
+
+
+def _when(row: LayerComparison) -> int:
+    bad = [part for part in row.parts if part.verdict == "diverged"]
+    behind = [part.order for part in bad if part.port != "input"] or [part.order for part in bad]
+    return min(behind, default=row.order)
 
 
 def _first(row: LayerComparison) -> Mapping[str, Any]:

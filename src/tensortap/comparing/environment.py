@@ -1,0 +1,80 @@
+"""Before the tensors: what the two runs do not have in common.
+
+Most differences between runs are explained here, so this comes first in every output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..recording.reader import Recording
+from ..recording.schema import Manifest
+from .results import EnvironmentDifference
+
+__all__ = ["environment_differences", "same_input"]
+
+_MISSING = "not said"
+# Paths and times of a run say nothing about its numbers.
+_SILENT = {"spec", "file", "path", "created", "closed", "_name_or_path", "transformers_version"}
+_MOST = 120
+
+
+def environment_differences(
+    reference: Recording, candidate: Recording
+) -> tuple[EnvironmentDifference, ...]:
+    """What differs: versions, device, dtypes, config, seed, inputs, settings."""
+    left, right = _facts(reference.manifest), _facts(candidate.manifest)
+    names = [*left, *(name for name in right if name not in left)]
+    return tuple(
+        EnvironmentDifference(name, _shown(left, name), _shown(right, name))
+        for name in names
+        if left.get(name, _MISSING) != right.get(name, _MISSING)
+    )
+
+
+def same_input(reference: Recording, candidate: Recording) -> bool | None:
+    """Whether both models were given the same bytes; None when a recording does not say."""
+    digests = [run.manifest.inputs.get("digest") for run in (reference, candidate)]
+    if not all(isinstance(digest, str) and digest for digest in digests):
+        return None
+    batches = [run.manifest.inputs.get("batches") or [] for run in (reference, candidate)]
+    if any("unknown" in batch for batch in batches):
+        return None
+    return digests[0] == digests[1]
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    """One flat table of what a run was made with, the inputs first."""
+    facts: dict[str, Any] = {}
+    if manifest.inputs.get("digest") is not None:
+        facts["inputs"] = manifest.inputs["digest"]
+    for name in ("tool", "torch", "python", "device", "mode", "seed"):
+        facts[name] = getattr(manifest, name)
+    facts.update(_flat("target", manifest.target))
+    facts.update(_flat("environment", manifest.environment))
+    if manifest.selection.get("keep") is not None:
+        facts["keep"] = manifest.selection["keep"]
+    return facts
+
+
+def _flat(prefix: str, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if key in _SILENT or (prefix == "environment" and key == "python"):
+            continue
+        name = f"{prefix}.{key}"
+        if isinstance(value, Mapping) and key != "dtypes":
+            yield from _flat(name, value)
+        else:
+            yield name, value
+
+
+def _shown(facts: Mapping[str, Any], name: str) -> str:
+    value = facts.get(name, _MISSING)
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        text = ", ".join(f"{key} {item}" for key, item in value.items())
+    else:
+        text = str(value)
+    return text if len(text) <= _MOST else text[: _MOST - 1] + "…"

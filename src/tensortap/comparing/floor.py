@@ -1,0 +1,52 @@
+"""The floor run: a third recording whose distance from the reference is the noise to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..recording.reader import Recording
+from .align import align
+from .measure import MomentMeasurement, SiteMeasurement, measure
+from .results import Moment
+from .sites import SitePair, SitePairer
+
+__all__ = ["Floor", "FloorHere"]
+
+
+class FloorHere:
+    """The floor at one site, moment by moment."""
+
+    def __init__(self, measured: SiteMeasurement) -> None:
+        self._moments = {moment.moment: moment for moment in measured.moments}
+
+    def at(self, moment: Moment) -> MomentMeasurement | None:
+        """The floor at a moment; at one that the floor run lacks, the largest of the others."""
+        found = self._moments.get(moment)
+        if found is not None:
+            return found
+        return max(self._moments.values(), key=lambda m: m.rmse, default=None)
+
+
+class Floor:
+    """Measures reference against floor run where somebody asks, and not before."""
+
+    def __init__(
+        self, reference: Recording, floor: Recording, names: Sequence[str] | None = None
+    ) -> None:
+        self.path = floor.path
+        pairer = SitePairer(reference, floor)
+        self._sites: dict[tuple[str, str, str], SitePair] = {}
+        for pair in align(reference, floor, names=names):
+            if pair.reference is None or pair.candidate is None:
+                continue
+            for site in pairer.pair(pair):
+                if not site.problem and not site.missing and site.moments:
+                    self._sites[pair.reference.name, site.port, site.leaf] = site
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def here(self, layer: str, port: str, leaf: str) -> FloorHere | None:
+        """The floor at one site; None where the floor run does not have it."""
+        site = self._sites.get((layer, port, leaf))
+        return None if site is None else FloorHere(measure(site, percentiles=False))

@@ -1,0 +1,183 @@
+"""What a difference means: from numbers to a verdict, with the reason in words.
+
+In this order: equal bits are `identical`; a disagreement about NaN or infinities is `diverged`;
+a rule of the user decides; every element within the tolerance of the two dtypes is `within`; else
+the error is set against the floor, given or estimated, and then the tokens and channels are looked
+at one by one, since one of them can be wholly wrong in a layer that is good as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..numerics.difference import METRICS, Difference
+from ..numerics.profile import Profile
+from .measure import MomentMeasurement
+from .outliers import find_outliers, non_finite_places
+from .precision import roundoff
+from .results import Verdict
+from .rules import Rule
+from .summaries import judge_summaries
+
+__all__ = ["AGAINST_ESTIMATE", "AGAINST_FLOOR", "Expectation", "Judgement", "judge"]
+
+# How far above the floor an error may be: a floor run is a sample of noise, an estimate a guess.
+AGAINST_FLOOR = 2.0
+AGAINST_ESTIMATE = 4.0
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What is to be expected at a site: a measured floor, or else an estimate, and who decides."""
+
+    estimate: float
+    basis: str
+    floor: MomentMeasurement | None = None
+    rule: Rule | None = None
+    preset: Rule | None = None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on one moment, and what it rests on."""
+
+    verdict: Verdict
+    why: str
+    floor: float | None = None
+    ratio: float | None = None
+    hints: tuple[str, ...] = ()
+
+
+def judge(measured: MomentMeasurement, expected: Expectation) -> Judgement:
+    """The verdict on one moment of a site."""
+    found = measured.difference
+    if found is None:
+        assert measured.reference is not None
+        assert measured.candidate is not None
+        return _from_summaries(measured, expected)
+    floor, ratio = _against_floor(found, expected)
+    if found.identical:
+        return Judgement("identical", "the same bits", floor, ratio)
+    if found.count == 0:
+        return Judgement("within", "there are no elements to compare", floor, ratio)
+    if found.disagreeing:
+        return _disagreeing(measured, found, floor, ratio)
+    if expected.rule is not None:
+        return _by_rule(expected.rule, found, floor, ratio)
+    if expected.preset is not None:
+        judged = _by_rule(expected.preset, found, floor, ratio)
+    elif found.mismatched == 0:
+        return Judgement("within", _in_tolerance(found), floor, ratio)
+    else:
+        judged = _by_floor(found, expected, floor, ratio)
+    return _with_outliers(judged, measured, expected, floor)
+
+
+def _from_summaries(measured: MomentMeasurement, expected: Expectation) -> Judgement:
+    assert measured.reference is not None
+    assert measured.candidate is not None
+    floor = expected.floor
+    given = None if floor is None else (floor.reference, floor.candidate)
+    verdict, why = judge_summaries(
+        measured.reference, measured.candidate, expected.estimate * AGAINST_ESTIMATE, given
+    )
+    return Judgement(verdict, why)
+
+
+def _size(found: Difference) -> float:
+    """The root mean square of the reference; 0 of nothing."""
+    relative = found.relative_mse
+    if math.isnan(relative) or relative <= 0 or math.isinf(relative):
+        return found.reference_rms if found.finite else 0.0
+    return found.rmse / math.sqrt(relative)
+
+
+def _against_floor(found: Difference, expected: Expectation) -> tuple[float | None, float | None]:
+    """The floor as a relative error, and the error's ratio to it; None where undefined."""
+    size = _size(found)
+    if not size or found.identical or math.isnan(found.rmse):
+        return None, None
+    floor = expected.estimate
+    if expected.floor is not None and expected.floor.difference is not None:
+        given = expected.floor.difference
+        # A repeat run can be equal to the last bit; no run is better than its own rounding.
+        floor = max(given.rmse / size, roundoff(given.dtypes[0]))
+    if floor <= 0 or math.isnan(floor):
+        return None, None
+    return floor, found.rmse / size / floor
+
+
+def _by_rule(rule: Rule, found: Difference, floor: float | None, ratio: float | None) -> Judgement:
+    values = _values(found, ratio)
+    if rule.holds(values):
+        return Judgement("within", f"fulfils {rule.text}", floor, ratio)
+    return Judgement("diverged", f"{rule.failing(values)} of {rule.text}", floor, ratio)
+
+
+def _values(found: Difference, ratio: float | None) -> Mapping[str, float]:
+    values = {name: _number(getattr(found, name)) for name in METRICS}
+    return {**values, "error": found.error, "floor_ratio": math.nan if ratio is None else ratio}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _by_floor(
+    found: Difference, expected: Expectation, floor: float | None, ratio: float | None
+) -> Judgement:
+    if floor is None or ratio is None:
+        return Judgement("diverged", _no_floor(found), floor, ratio)
+    given = expected.floor is not None and expected.floor.difference is not None
+    limit = AGAINST_FLOOR if given else AGAINST_ESTIMATE
+    limit *= 1.0 + 4.0 / math.sqrt(found.finite)  # few values scatter more than many
+    basis = "the floor run's" if given else f"what {expected.basis} lets expect:"
+    why = f"error {found.error:.3g} is {ratio:.3g} times {basis} {floor:.3g}"
+    if ratio <= limit:
+        return Judgement("within", why, floor, ratio)
+    return Judgement("diverged", f"{why} (up to {limit:.2g} times is allowed)", floor, ratio)
+
+
+def _no_floor(found: Difference) -> str:
+    share = f"{found.mismatched} of {found.count} elements differ"
+    if all(roundoff(dtype) == 0.0 for dtype in found.dtypes):
+        return f"{share}, and {found.dtypes[0]} does not round"
+    return f"{share} where the reference is zero"
+
+
+def _in_tolerance(found: Difference) -> str:
+    names = " and ".join(dict.fromkeys(found.dtypes))
+    return f"every element within rtol {found.rtol:g}, atol {found.atol:g} ({names})"
+
+
+def _disagreeing(
+    measured: MomentMeasurement, found: Difference, floor: float | None, ratio: float | None
+) -> Judgement:
+    table = measured.profile()
+    where = non_finite_places(table) if table is not None else ""
+    why = f"{found.disagreeing} of {found.count} pairs disagree about NaN or Inf" + (
+        f", at {where}" if where else ""
+    )
+    return Judgement("diverged", why, floor, ratio, (f"NaN or Inf at {where}",) if where else ())
+
+
+def _with_outliers(
+    judged: Judgement, measured: MomentMeasurement, expected: Expectation, floor: float | None
+) -> Judgement:
+    """Look at tokens and channels; a bad one in a good layer makes it diverged."""
+    own = measured.profile()
+    if own is None or floor is None:
+        return judged
+    other: Profile | None = None
+    least = AGAINST_ESTIMATE * floor
+    if expected.floor is not None and expected.floor.difference is not None:
+        other, least = expected.floor.profile(), AGAINST_FLOOR * floor
+    outliers = find_outliers(own, other, least)
+    if not outliers:
+        return judged
+    hints = tuple(str(outlier) for outlier in outliers)
+    verdict: Verdict = "diverged"
+    why = judged.why if judged.verdict == "diverged" else f"good but for {' and '.join(hints)}"
+    return Judgement(verdict, why, judged.floor, judged.ratio, hints)

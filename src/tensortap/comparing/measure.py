@@ -1,0 +1,100 @@
+"""What was measured of one pair of tensors, before anybody judges it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+
+from ..numerics.difference import Difference, difference, difference_of
+from ..numerics.profile import Profile, profile
+from ..numerics.summary import Summary
+from .results import Moment
+from .sites import MomentPair, SitePair
+
+__all__ = ["MomentMeasurement", "SiteMeasurement", "measure"]
+
+
+@dataclass(frozen=True)
+class MomentMeasurement:
+    """One moment of a site: the difference where tensors are stored, else two summaries."""
+
+    moment: Moment
+    difference: Difference | None
+    reference: Summary | None
+    candidate: Summary | None
+    _pair: MomentPair
+    _site: SitePair
+
+    @property
+    def rmse(self) -> float:
+        """The error in the tensor's own units; NaN without tensors."""
+        return self.difference.rmse if self.difference is not None else math.nan
+
+    def profile(self) -> Profile | None:
+        """Errors by token and by channel; reads the tensors once more."""
+        if self.difference is None:
+            return None
+        reference, candidate = self._pair.tensors(self._site.transform)
+        return profile(reference, candidate)
+
+
+@dataclass(frozen=True)
+class SiteMeasurement:
+    """A site over all its moments."""
+
+    site: SitePair
+    moments: tuple[MomentMeasurement, ...]
+    difference: Difference | None
+    max_abs_moment: Moment | None = None
+
+    def summaries(self) -> tuple[Summary, Summary]:
+        """The summaries of both sides, merged over the moments."""
+        pairs = [(m._pair.reference.summary, m._pair.candidate.summary) for m in self.moments]
+        left = reduce(Summary.merge, (pair[0] for pair in pairs))
+        return left, reduce(Summary.merge, (pair[1] for pair in pairs))
+
+
+def measure(site: SitePair, *, percentiles: bool = True) -> SiteMeasurement:
+    """Measure every moment of a site, and all of them together.
+
+    Several moments are read twice, since the percentiles are those of all values, not a mean of
+    percentiles.
+    """
+    single = len(site.moments) == 1
+    moments = tuple(_moment(site, pair, percentiles and single) for pair in site.moments)
+    if any(m.difference is None for m in moments):
+        return SiteMeasurement(site, moments, None)
+    if single:
+        return SiteMeasurement(site, moments, moments[0].difference, moments[0].moment)
+    if not percentiles:
+        whole = reduce(Difference.merge, (m.difference for m in moments if m.difference))
+        return SiteMeasurement(site, moments, whole)
+    whole = difference_of(_stream(site), percentiles=True)
+    place = None
+    if whole.max_abs_index is not None:
+        number, *index = whole.max_abs_index
+        place = moments[number].moment
+        whole = replace(whole, max_abs_index=tuple(index))
+    return SiteMeasurement(site, moments, whole, place)
+
+
+def _moment(site: SitePair, pair: MomentPair, percentiles: bool) -> MomentMeasurement:
+    moment = (pair.epoch, pair.batch, pair.call)
+    if not (pair.reference.stored and pair.candidate.stored):
+        left, right = pair.reference.summary, pair.candidate.summary
+        return MomentMeasurement(moment, None, left, right, pair, site)
+    reference, candidate = pair.tensors(site.transform)
+    found = difference(reference, candidate, percentiles=percentiles)
+    return MomentMeasurement(moment, found, None, None, pair, site)
+
+
+def _stream(site: SitePair) -> Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+    def tensors() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for pair in site.moments:
+            yield pair.tensors(site.transform)
+
+    return tensors

@@ -1,0 +1,80 @@
+"""How precise a run can be: what rounding alone is expected to do at a layer.
+
+Used where no floor run was given. It is an estimate, and every report says so: the error of one
+operation in the coarser of the two precisions, growing with the square root of the depth, as
+independent roundings do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..recording.reader import Recording
+
+__all__ = ["depth_of", "estimated_floor", "precision_of", "roundoff"]
+
+_FLOATS = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "tf32": 2.0**-11,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e4m3fnuz": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+    "float8_e5m2fnuz": 2.0**-3,
+    "complex32": 2.0**-11,
+    "complex64": 2.0**-24,
+    "complex128": 2.0**-53,
+}
+# Weights of these types mean quantised arithmetic: the step of a grid over a tensor's range.
+_QUANTISED = {"int8": 2.0**-7, "uint8": 2.0**-7, "qint8": 2.0**-7, "quint8": 2.0**-7}
+_SHARE = 0.05  # of a model's parameters, for a dtype to be called its precision
+_OPERATIONS_A_BLOCK = 10
+_ACCUMULATION = 4.0  # a sum of products in float32 is off by some units in the last place
+
+
+def roundoff(dtype: str) -> float:
+    """Half a unit in the last place, relative; 0 for integers, which do not round."""
+    return _FLOATS.get(dtype, 0.0)
+
+
+def precision_of(recording: Recording) -> str | None:
+    """The coarsest precision that a run computes in, as far as its manifest says."""
+    manifest = recording.manifest
+    dtypes = manifest.target.get("dtypes")
+    counts = dtypes if isinstance(dtypes, dict) else {}
+    total = sum(count for count in counts.values() if isinstance(count, int)) or 1
+    used = [
+        name
+        for name, count in counts.items()
+        if isinstance(count, int) and count >= _SHARE * total and _unit(name) > 0
+    ]
+    gpu = not manifest.device.startswith("cpu")
+    if gpu and manifest.environment.get("float32_matmul_precision") in ("high", "medium"):
+        used.append("tf32")
+    return max(used, key=_unit, default=None)
+
+
+def depth_of(layer: str, position: int, blocks: Sequence[str]) -> int:
+    """About how many operations stand before a layer's output."""
+    passed = position + 1
+    for number, block in enumerate(blocks):
+        if layer == block or layer.startswith(f"{block}."):
+            return max(passed, _OPERATIONS_A_BLOCK * (number + 1))
+    return passed
+
+
+def estimated_floor(dtypes: Sequence[str], precisions: Sequence[str | None], depth: int) -> float:
+    """The relative L2 error to expect; 0 when both sides are integers, which must be equal."""
+    if all(roundoff(dtype) == 0.0 for dtype in dtypes):
+        return 0.0
+    named = [name for name in precisions if name is not None]
+    unit = max(_unit(name) for name in (*dtypes, *named)) / 2
+    single = 0.0 if unit < 2.0**-40 else _ACCUMULATION * 2.0**-24
+    return (unit + single) * (1 + math.sqrt(depth) / 2)
+
+
+def _unit(name: str) -> float:
+    return _FLOATS.get(name, _QUANTISED.get(name, 0.0))

@@ -1,0 +1,65 @@
+"""The answer in words."""
+
+from __future__ import annotations
+
+from .results import Comparison, LayerComparison
+
+__all__ = ["answer", "name_of"]
+
+_ORIGINS = {
+    "made here": "made here: its inputs still agree",
+    "inherited": "inherited: its inputs are off already",
+    "unknown": "made here or inherited, which is unknown: its inputs were not recorded",
+}
+
+
+def name_of(layer: str) -> str:
+    """A layer's name; the root module has none."""
+    return layer or "(root)"
+
+
+def answer(comparison: Comparison) -> str:
+    """Where two runs part, or that they do not, and what was left out."""
+    rows = comparison.layers
+    compared = comparison.compared
+    first = comparison.first_divergence
+    if first is not None:
+        before = sum(row.verdict in ("identical", "within") for row in _before(rows, first))
+        agree = f"{_plural(before, 'layer')} before it {'agrees' if before == 1 else 'agree'}"
+        diverged = sum(row.verdict == "diverged" for row in rows)
+        text = (
+            f"First divergence at {name_of(first.layer)}, {_ORIGINS[first.origin or 'unknown']}: "
+            f"{first.why}. {agree if before else 'No layer before it agrees'}; "
+            f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
+        )
+    elif all(row.verdict == "identical" for row in compared) and compared:
+        text = f"Identical: all {_plural(len(compared), 'compared layer')} have the same bits."
+    else:
+        identical = sum(row.verdict == "identical" for row in compared)
+        text = (
+            f"No divergence: {_plural(len(compared), 'compared layer')}, "
+            f"{identical} identical, {len(compared) - identical} within."
+        )
+    return text + _left_out(rows)
+
+
+def _before(rows: tuple[LayerComparison, ...], row: LayerComparison) -> list[LayerComparison]:
+    return list(rows[: rows.index(row)])
+
+
+def _left_out(rows: tuple[LayerComparison, ...]) -> str:
+    parts = []
+    for verdict, words in (
+        ("incomparable", "cannot be compared"),
+        ("missing", "missing on one side"),
+    ):
+        count = sum(row.verdict == verdict for row in rows)
+        if count:
+            verb = "is " if verdict == "missing" and count == 1 else ""
+            verb = verb or ("are " if verdict == "missing" else "")
+            parts.append(f"{_plural(count, 'layer')} {verb}{words}")
+    return f" {' and '.join(parts)}." if parts else ""
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
