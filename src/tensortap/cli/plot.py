@@ -1,18 +1,20 @@
-"""`tensortap plot`: one recorded tensor as a picture."""
+"""`tensortap plot`: one recorded tensor as a picture, or how several recordings differ in it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import OptionError
 from .common import (
     BatchOption,
     CallOption,
-    Folder,
     JsonOption,
     LeafOption,
+    MaybeText,
     PartialOption,
     PortOption,
     open_recording,
@@ -21,13 +23,32 @@ from .common import (
     say,
 )
 
+if TYPE_CHECKING:
+    from ..recording.reader import Record
+    from ..reporting.difference_plots import Candidate
+
 
 def plot(
-    folder: Folder,
-    layer: Annotated[str, typer.Argument(metavar="LAYER", help="The layer's name or alias.")],
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DIR… [LAYER]",
+            help="A recording and the layer's name or alias; with --layer, recordings alone: the "
+            "reference, then the candidates.",
+        ),
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The picture, as l3.png.")
     ],
+    layer: Annotated[
+        MaybeText,
+        typer.Option(
+            "--layer",
+            metavar="LAYER",
+            help="The layer. With several recordings: histograms of each one's difference from "
+            "the first, beside error by layer.",
+        ),
+    ] = None,
     port: PortOption = None,
     batch: BatchOption = None,
     call: CallOption = None,
@@ -35,23 +56,33 @@ def plot(
     partial: PartialOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Draw a layer: distribution, first 1000 values, heat map of the first 100 features."""
-    from ..selection.recorded import choose_port, choose_records, find_layer
+    """Draw a layer of one recording, or its differences between several."""
+    if layer is None:
+        if len(places) != 2:
+            raise OptionError(
+                f"Got {len(places)} arguments and no --layer. Write 'plot DIR LAYER -o FILE', or "
+                "'plot REFERENCE CANDIDATE --layer LAYER -o FILE'."
+            )
+        layer = places.pop()
+    wishes = {"port": port, "leaf": leaf, "batch": batch, "call": call}
+    if len(places) == 1:
+        _one(places[0], layer, output, wishes, partial, json)
+    else:
+        _several(places, layer, output, wishes, partial, json)
+
+
+def _one(
+    folder: str, layer: str, output: Path, wishes: dict[str, Any], partial: bool, as_json: bool
+) -> None:
+    """Distribution, first 1000 values, heat map of the first 100 features."""
     from ..reporting.plots import plot_record
     from ..reporting.progress import progress
 
     recording = open_recording(folder, partial=partial)
-    records = choose_records(
-        find_layer(recording, layer).records,
-        port=choose_port(port),
-        leaf=leaf,
-        batch=batch,
-        call=call,
-    )
-    record = next((r for r in records if r.port == "output"), records[0])
+    record = _records(recording, layer, wishes)[0]
     with progress("Drawing"):
         plotted = plot_record(record, output)
-    if json:
+    if as_json:
         print_json(
             {
                 "path": plotted.path,
@@ -66,3 +97,111 @@ def plot(
     else:
         say(plotted.path)
     print_notes(plotted.notes)
+
+
+def _records(recording: Any, layer: str, wishes: dict[str, Any]) -> list[Record]:
+    """The records of the layer's first port and leaf that fit, an output before all others."""
+    from ..selection.recorded import choose_port, choose_records, find_layer
+
+    wishes = {**wishes, "port": choose_port(wishes["port"])}
+    records = choose_records(find_layer(recording, layer).records, **wishes)
+    first = next((r for r in records if r.port == "output"), records[0])
+    return [r for r in records if (r.port, r.leaf) == (first.port, first.leaf)]
+
+
+def _several(
+    places: Sequence[str],
+    layer: str,
+    output: Path,
+    wishes: dict[str, Any],
+    partial: bool,
+    as_json: bool,
+) -> None:
+    """Histograms of candidate - reference, beside error by layer."""
+    from ..comparing.compare import compare
+    from ..reporting.difference_plots import plot_differences
+    from ..reporting.progress import progress
+
+    recordings = [open_recording(place, partial=partial) for place in places]
+    records = _records(recordings[0], layer, wishes)
+    names = _names(places)
+    candidates: list[Candidate] = []
+    with progress("Comparing") as advance:
+        for name, recording in zip(names[1:], recordings[1:], strict=True):
+            comparison = compare(recordings[0], recording, partial=partial, progress=advance)
+            candidates.append(_candidate(name, recordings[0], recording, records, comparison))
+    first = records[0]
+    what = f"{first.port} {first.leaf}".strip()
+    with progress("Drawing"):
+        plotted, spreads = plot_differences(
+            candidates, reference=names[0], layer=first.layer, what=what, path=output
+        )
+    warnings = [w for candidate in candidates for w in candidate.comparison.warnings]
+    notes = [*dict.fromkeys(warnings), *plotted.notes]
+    if as_json:
+        data = {
+            "path": plotted.path,
+            "reference": places[0],
+            "layer": first.layer,
+            "port": first.port,
+            "leaf": first.leaf,
+            "candidates": [
+                {
+                    "candidate": place,
+                    "difference": None if found is None else found.to_dict(),
+                    "errors": [
+                        {"layer": row.layer, "verdict": row.verdict, "error": row.error}
+                        for row in candidate.comparison.layers
+                    ],
+                }
+                for place, candidate, found in zip(places[1:], candidates, spreads, strict=True)
+            ],
+            "notes": notes,
+        }
+        print_json(data)
+    else:
+        say(plotted.path)
+    print_notes(notes)
+
+
+def _candidate(
+    name: str, reference: Any, recording: Any, records: Sequence[Record], comparison: Any
+) -> Candidate:
+    """The pairs of tensors of the chosen records, laid out alike; a reason when there are none."""
+    from ..comparing.align import align
+    from ..comparing.sites import SitePairer
+    from ..reporting.difference_plots import Candidate
+
+    first = records[0]
+    chosen = {(r.epoch, r.batch, r.call, r.rank) for r in records}
+    pairer = SitePairer(reference, recording)
+    sites = [
+        site
+        for pair in align(reference, recording, names=[first.layer])
+        for site in pairer.pair(pair)
+        if (site.port, site.leaf) == (first.port, first.leaf)
+    ]
+    site = next(iter(sites), None)
+    if site is None or site.missing:
+        raise OptionError(f"{recording.path} has nothing to set beside the {first.where()}.")
+    if site.problem:
+        raise OptionError(f"The {first.where()} cannot be compared with {name}: {site.problem}")
+    moments = [
+        moment
+        for moment in site.moments
+        if (m := moment.reference) and (m.epoch, m.batch, m.call, m.rank) in chosen
+    ]
+    if not moments:
+        raise OptionError(f"{recording.path} has no such moment of the {first.where()}.")
+    if not all(m.reference.stored and m.candidate.stored for m in moments):
+        raise OptionError(
+            f"The tensors of '{first.layer}' were not kept on both sides, only their summaries, so "
+            "there are no differences to draw. Record with --keep tensors."
+        )
+    return Candidate(name, comparison, lambda: (m.tensors(site.transform) for m in moments))
+
+
+def _names(places: Sequence[str]) -> list[str]:
+    """Short names for the runs: their folders', unless two are called the same."""
+    short = [Path(place.rstrip("/")).name or place for place in places]
+    return short if len(set(short)) == len(short) else list(places)
