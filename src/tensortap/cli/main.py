@@ -11,6 +11,7 @@ import typer
 from .. import __version__
 from .check import check
 from .common import guarded
+from .compare import compare
 from .demo import demo
 from .doctor import doctor
 from .export import export
@@ -18,12 +19,13 @@ from .import_ import import_
 from .plot import plot
 from .record import record
 from .show import show
+from .summary import summary
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="tensortap",
-    help="Record and look at the tensors inside a neural network, layer by layer.",
+    help="Record, look at and compare the tensors inside a neural network, layer by layer.",
     epilog="Start with: tensortap demo",
     no_args_is_help=True,
     add_completion=False,
@@ -36,6 +38,8 @@ for _name, _verb in (
     ("record", record),
     ("show", show),
     ("check", check),
+    ("compare", compare),
+    ("summary", summary),
     ("plot", plot),
     ("export", export),
     ("import", import_),
@@ -60,7 +64,7 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Record and look at the tensors inside a neural network, layer by layer."""
+    """Record, look at and compare the tensors inside a neural network, layer by layer."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
