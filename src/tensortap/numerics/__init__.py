@@ -1,20 +1,21 @@
-"""Arithmetic: summaries of tensors, behind one interface for every backend.
+"""Arithmetic: summaries and differences of tensors, behind one interface for every backend.
 
-This package stands below recording, comparing and reporting and knows none of them. `summarize` is
-the door; `backend.pick` says who does the work.
+This package stands below recording, comparing and reporting and knows none of them. `summarize`,
+`difference` and `profile.profile` are the doors; `backend.pick` says who does the work.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensortap.numerics.difference import Difference, difference
 from tensortap.numerics.histogram import Histogram
 from tensortap.numerics.summary import Summary
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Histogram", "Summary", "summarize"]
+__all__ = ["Difference", "Histogram", "Summary", "difference", "summarize"]
 
 
 def summarize(tensor: torch.Tensor, histogram: bool = False) -> Summary:

@@ -7,24 +7,41 @@ something looks wrong; it is read once.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tensortap.errors import OptionError
 from tensortap.numerics import native
 from tensortap.numerics.reference import ReferenceBackend
+from tensortap.numerics.reference_difference import ReferenceDifference
+
+try:  # until the core's side of differences is there
+    from tensortap.numerics.native_difference import (  # type: ignore[import-not-found, unused-ignore]
+        NativeDifference,
+        suits_pair,
+    )
+except ImportError:
+    NativeDifference = ReferenceDifference
+
+    def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+        return False
+
 
 if TYPE_CHECKING:
     from tensortap.numerics.histogram import Histogram
 
-__all__ = ["BACKENDS", "Backend", "describe", "pick"]
+__all__ = ["BACKENDS", "REFERENCE", "Backend", "describe", "pick", "pick_pair"]
+
+Table = NDArray[np.float64]
 
 
 class Backend(Protocol):
-    """What turns a tensor into a raw summary row."""
+    """What turns a tensor into a raw summary row, and two tensors into that of a difference."""
 
     @property
     def name(self) -> str: ...
@@ -35,11 +52,38 @@ class Backend(Protocol):
         """The row (`summary.COLUMNS`, then the first values) and, when asked, the histogram."""
         ...
 
+    def difference_row(
+        self,
+        stream: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        *,
+        percentiles: bool,
+        rtol: float | None,
+        atol: float | None,
+    ) -> tuple[Sequence[float], Sequence[float] | None, Histogram | None]:
+        """All pairs as one: the row (`difference_row.STATE`); and when percentiles are asked for,
+        the values of |d| at `percentiles.ranks(finite)` and its histogram, which may be that of a
+        sample. The stream is called once a pass; its pairs have equal shapes. Without rtol or atol,
+        `difference_row.tolerances` of each pair decide.
+        """
+        ...
 
-_REFERENCE = ReferenceBackend()
-_NATIVE = native.NativeBackend()
+    def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
+        """Tokens and channels (`profile.COLUMNS`) of two tensors that have axes and elements."""
+        ...
 
-BACKENDS: dict[str, Backend] = {"reference": _REFERENCE}
+
+class _Reference(ReferenceBackend, ReferenceDifference):
+    """Everything by torch."""
+
+
+class _Native(native.NativeBackend, NativeDifference):  # type: ignore[misc, unused-ignore]
+    """Everything by the compiled core."""
+
+
+REFERENCE: Backend = _Reference()
+_NATIVE: Backend = _Native()
+
+BACKENDS: dict[str, Backend] = {"reference": REFERENCE}
 if native.core is not None:
     BACKENDS["native"] = _NATIVE
 
@@ -68,7 +112,15 @@ def pick(tensor: torch.Tensor) -> Backend:
     forced = _forced()
     if forced is not None and forced != "native":
         return BACKENDS[forced]
-    return _NATIVE if native.suits(tensor) else _REFERENCE
+    return _NATIVE if native.suits(tensor) else REFERENCE
+
+
+def pick_pair(reference: torch.Tensor, candidate: torch.Tensor) -> Backend:
+    """The backend for two tensors: the core where it can read both, else the reference."""
+    forced = _forced()
+    if forced is not None and forced != "native":
+        return BACKENDS[forced]
+    return _NATIVE if suits_pair(reference, candidate) else REFERENCE
 
 
 def describe() -> dict[str, Any]:

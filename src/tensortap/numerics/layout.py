@@ -13,7 +13,7 @@ import torch
 
 from tensortap.errors import OptionError
 
-__all__ = ["check_summarizable", "first_elements", "pieces", "plain"]
+__all__ = ["check_summarizable", "first_elements", "paired_pieces", "pieces", "plain"]
 
 _SMALL = {
     name
@@ -66,6 +66,24 @@ def pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         for start in range(0, tensor.shape[0], step):
             part = tensor[start : start + step] if inner <= limit else tensor[start]
             yield from pieces(part, limit)
+
+
+def paired_pieces(
+    reference: torch.Tensor, candidate: torch.Tensor, limit: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`pieces` of two tensors of one shape, cut at the same places whatever their strides."""
+    if reference.is_contiguous() and candidate.is_contiguous():
+        left, right = reference.view(-1), candidate.view(-1)
+        for start in range(0, left.numel(), limit):
+            yield left[start : start + limit], right[start : start + limit]
+    elif reference.numel() <= limit:
+        yield reference.contiguous().view(-1), candidate.contiguous().view(-1)
+    else:
+        inner = reference.numel() // reference.shape[0]
+        step = max(1, limit // inner)
+        for start in range(0, reference.shape[0], step):
+            part = slice(start, start + step) if inner <= limit else start
+            yield from paired_pieces(reference[part], candidate[part], limit)
 
 
 def first_elements(tensor: torch.Tensor, count: int) -> torch.Tensor:
