@@ -169,7 +169,7 @@ class _Work:
     def basis(self, dtypes: tuple[str, str]) -> str:
         """What an estimate of the floor rests on, in words."""
         named = [name for name in (*dtypes, *self.precisions) if name is not None]
-        return f"{' and '.join(dict.fromkeys(named))} at this depth"
+        return f"{' and '.join(dict.fromkeys(named))} and the depth"
 
     def _nearer(self, layer: Layer, site: SitePair, measured: SiteMeasurement) -> str | None:
         found = measured.difference

@@ -88,10 +88,7 @@ def _from_summaries(measured: MomentMeasurement, expected: Expectation) -> Judge
 
 def _size(found: Difference) -> float:
     """The root mean square of the reference; 0 of nothing."""
-    relative = found.relative_mse
-    if math.isnan(relative) or relative <= 0 or math.isinf(relative):
-        return found.reference_rms if found.finite else 0.0
-    return found.rmse / math.sqrt(relative)
+    return found.row.ref_l2 / math.sqrt(found.finite) if found.finite else 0.0
 
 
 def _against_floor(found: Difference, expected: Expectation) -> tuple[float | None, float | None]:
@@ -133,11 +130,11 @@ def _by_floor(
     given = expected.floor is not None and expected.floor.difference is not None
     limit = AGAINST_FLOOR if given else AGAINST_ESTIMATE
     limit *= 1.0 + 4.0 / math.sqrt(found.finite)  # few values scatter more than many
-    basis = "the floor run's" if given else f"what {expected.basis} lets expect:"
-    why = f"error {found.error:.3g} is {ratio:.3g} times {basis} {floor:.3g}"
+    basis = "measured" if given else f"estimated from {expected.basis}"
+    why = f"error {found.error:.3g} is {ratio:.3g} times the floor of {floor:.3g} ({basis}"
     if ratio <= limit:
-        return Judgement("within", why, floor, ratio)
-    return Judgement("diverged", f"{why} (up to {limit:.2g} times is allowed)", floor, ratio)
+        return Judgement("within", f"{why})", floor, ratio)
+    return Judgement("diverged", f"{why}; up to {limit:.2g} times is allowed)", floor, ratio)
 
 
 def _no_floor(found: Difference) -> str:
