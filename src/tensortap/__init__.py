@@ -27,11 +27,12 @@ if TYPE_CHECKING:
         LayerComparison,
         Modes,
         Part,
-        compare,
         compare_modes,
     )
+    from .comparing.compare import compare
     from .errors import TapError
-    from .numerics import Difference, Histogram, Summary, difference, summarize
+    from .numerics import Difference, Histogram, Summary, summarize
+    from .numerics.difference import difference
     from .recording import Finding, Layer, Limits, Record, Recording, check, open
     from .taps import Recorder, TapWarning, record
     from .targets import Target

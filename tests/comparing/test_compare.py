@@ -55,7 +55,7 @@ def test_the_first_divergence_and_who_made_it(
     assert first.error == pytest.approx(0.02, rel=1e-3)
     assert result["blocks.1.act"].origin == "inherited"
     assert result["blocks.0"].verdict == "identical"
-    assert result.sentence.startswith("First divergence at blocks.1.up, made here")
+    assert result.sentence.startswith("First divergence at blocks.1.up (made here, ")
 
 
 def test_without_inputs_the_origin_is_unknown(

@@ -70,7 +70,7 @@ def compare(
     )
     rows = []
     for number, pair in enumerate(pairs):
-        rows.append(work.row(pair, number))
+        rows.append(work.row(pair))
         if progress is not None:
             progress(number + 1, len(pairs))
     _check_compared(left, right, rows)
@@ -109,12 +109,13 @@ class _Work:
         self.truth = truth
         self.precisions = (precision_of(reference), precision_of(candidate))
         self._blocks = reference.manifest.structure.blocks
+        self._positions = {name: number for number, name in enumerate(reference.layers)}
 
-    def row(self, pair: LayerPair, position: int) -> LayerComparison:
+    def row(self, pair: LayerPair) -> LayerComparison:
         left, right = pair.reference, pair.candidate
         if left is None or right is None:
             return _missing(pair)
-        depth = depth_of(left.name, position, self._blocks)
+        depth = depth_of(left.name, self._positions[left.name], self._blocks)
         parts = tuple(self._part(left, site, depth) for site in self.pairer.pair(pair))
         inputs = [part for part in parts if part.port == "input"]
         others = [part for part in parts if part.port != "input"]

@@ -104,7 +104,7 @@ class Modes:
             )
         known = [row for row in self.modes if _key(row, metric) is not None]
         rest = [row for row in self.modes if _key(row, metric) is None]
-        known.sort(key=lambda row: _key(row, metric), reverse=descending)  # type: ignore[arg-type,return-value]
+        known.sort(key=lambda row: _key(row, metric), reverse=descending)
         return replace(self, modes=(*known, *rest))
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from .results import Comparison, LayerComparison
 __all__ = ["answer", "name_of"]
 
 _ORIGINS = {
-    "made here": "made here: its inputs still agree",
-    "inherited": "inherited: its inputs are off already",
-    "unknown": "made here or inherited, which is unknown: its inputs were not recorded",
+    "made here": "made here, for its inputs agree",
+    "inherited": "inherited, for its inputs are off already",
+    "unknown": "unknown whether made here, for its inputs were not recorded",
 }
 
 
@@ -25,11 +25,11 @@ def answer(comparison: Comparison) -> str:
     first = comparison.first_divergence
     if first is not None:
         before = sum(row.verdict in ("identical", "within") for row in _before(rows, first))
-        agree = f"{_plural(before, 'layer')} before it {'agrees' if before == 1 else 'agree'}"
+        agree = f"{_plural(before, 'layer')} before it {'agrees' if before == 1 else 'agree'}; "
         diverged = sum(row.verdict == "diverged" for row in rows)
         text = (
-            f"First divergence at {name_of(first.layer)}, {_ORIGINS[first.origin or 'unknown']}: "
-            f"{first.why}. {agree if before else 'No layer before it agrees'}; "
+            f"First divergence at {name_of(first.layer)} "
+            f"({_ORIGINS[first.origin or 'unknown']}): {first.why}. {agree if before else ''}"
             f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
         )
     elif all(row.verdict == "identical" for row in compared) and compared:
