@@ -95,7 +95,7 @@ def _outlier(
 ) -> Outlier | None:
     scores = _scores(table)
     # A place of few values scatters more than one of many.
-    slack = 1.0 + 4.0 / math.sqrt(max(1, width))
+    slack = 1.0 + 2.0 / math.sqrt(max(1, width))
     if other is not None:
         expected = _scores(other)
         usual = np.maximum(expected, np.median(expected))
