@@ -1,44 +1,28 @@
-"""Which tensors of two paired layers are compared: ports, leaves, moments and layouts."""
+"""Which tensors of two paired layers are compared: ports, leaves, moments and layouts.
+
+Where shapes differ, every layout and arrangement of samples that fits is a guess; a sample of the
+values decides. A guess that was confirmed at one layer is believed at a later one whose values
+alone would not confirm it: there the values have diverged, which is what the user wants to see.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
 from .align import LayerPair
-from .transforms import Transform
+from .moments import Arrangement, MomentPair, by_moment, by_samples
+from .sketch import NONE, Agreement, compare_values, sample
+from .transforms import Transform, layouts, reorderings
 
 __all__ = ["MomentPair", "SitePair", "SitePairer"]
 
-_Key = tuple[int, int, int, int, int]  # rank, epoch, batch, call, and which of several
-
-
-@dataclass(frozen=True)
-class MomentPair:
-    """The records of one moment on both sides; epoch, batch and call are the reference's.
-
-    `*_samples` (start, stop) are the rows of the first axis that are meant, where the two runs
-    divided their samples into other batches.
-    """
-
-    epoch: int
-    batch: int
-    call: int
-    reference: Record
-    candidate: Record
-    reference_samples: tuple[int, int] | None = None
-    candidate_samples: tuple[int, int] | None = None
-
-    def tensors(self, transform: Transform | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two tensors as views of equal shape."""
-        reference = _rows(self.reference.tensor(), self.reference_samples)
-        candidate = _rows(self.candidate.tensor(), self.candidate_samples)
-        if transform is None:
-            return reference, candidate
-        return transform.reference(reference), transform.candidate(candidate)
+_PROBES = 4
+_VALUES = 1024
+_SAME = Transform("")
 
 
 @dataclass(frozen=True)
@@ -59,11 +43,32 @@ class SitePair:
     unpaired: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Guess:
+    arrangement: Arrangement
+    transform: Transform
+    agreement: Agreement
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.arrangement.kind, self.transform.name
+
+    def site(self, known_from: str = "") -> tuple[Arrangement, Transform | None]:
+        names = [name for name in (self.arrangement.name, self.transform.name) if name]
+        if not names:
+            return self.arrangement, None
+        name = ", ".join(names) + (f", as in '{known_from}'" if known_from else "")
+        return self.arrangement, self.transform.named(name)
+
+
 class SitePairer:
     """Pairs the tensors of one layer after the other, and learns from what it saw."""
 
     def __init__(self, reference: Recording, candidate: Recording) -> None:
-        self._recordings = (reference, candidate)
+        self.reference = reference
+        self.candidate = candidate
+        self._confirmed: dict[tuple[str, str], str] = {}
+        self._leaves: dict[tuple[str, str], str] = {}
 
     def pair(self, pair: LayerPair) -> list[SitePair]:
         """Every port and leaf of two paired layers; nothing for a layer that stands alone."""
@@ -71,60 +76,234 @@ class SitePairer:
             return []
         ours, theirs = _sites(pair.reference), _sites(pair.candidate)
         result = []
-        for (port, leaf), records in ours.items():
-            other = theirs.pop((port, leaf), None)
-            if other is None:
-                result.append(SitePair(port, leaf, leaf, (), missing="candidate"))
-            else:
-                result.append(_pair(port, leaf, leaf, records, other))
-        result += [SitePair(p, leaf, leaf, (), missing="reference") for p, leaf in theirs]
+        for port in dict.fromkeys([*ours, *theirs]):
+            left, right = ours.get(port, {}), theirs.get(port, {})
+            partners = self._pair_leaves(port, left, right)
+            for leaf, records in left.items():
+                other = partners.get(leaf)
+                if other is None:
+                    result.append(SitePair(port, leaf, leaf, (), missing="candidate"))
+                else:
+                    site = self._site(pair.reference.name, records, right[other])
+                    result.append(replace(site, port=port, leaf=leaf, candidate_leaf=other))
+            used = set(partners.values())
+            result += [
+                SitePair(port, leaf, leaf, (), missing="reference")
+                for leaf in right
+                if leaf not in used
+            ]
         return result
 
+    def _pair_leaves(
+        self, port: str, ours: dict[str, list[Record]], theirs: dict[str, list[Record]]
+    ) -> dict[str, str]:
+        """Equal leaves; those that hold the same values, here or earlier; the last of each side."""
+        found = {leaf: leaf for leaf in ours if leaf in theirs}
+        left = [leaf for leaf in ours if leaf not in found]
+        right = [leaf for leaf in theirs if leaf not in found]
 
-def _sites(layer: Layer) -> dict[tuple[str, str], list[Record]]:
-    found: dict[tuple[str, str], list[Record]] = {}
-    for record in layer.records:
-        found.setdefault((record.port, record.leaf), []).append(record)
-    return found
+        def take(leaf: str, other: str) -> None:
+            found[leaf] = other
+            left.remove(leaf)
+            right.remove(other)
+
+        if left and right and len(left) + len(right) > 2:
+            for leaf in list(left):
+                other = next((o for o in right if _alike(ours[leaf], theirs[o])), None)
+                if other is not None:
+                    self._leaves[port, leaf] = other
+                    take(leaf, other)
+            for leaf in list(left):
+                known = self._leaves.get((port, leaf))
+                if known in right:
+                    take(leaf, known)
+            # What a layer returns first is what it is for; the rest is caches and weights.
+            first, other = next(iter(ours)), next(iter(theirs))
+            alike = ours[first][0].shape == theirs[other][0].shape
+            if alike and first in left and other in right:
+                take(first, other)
+        if len(left) == len(right) == 1:
+            take(left[0], right[0])
+        return found
+
+    def _site(self, layer: str, ours: Sequence[Record], theirs: Sequence[Record]) -> SitePair:
+        plain = by_moment(ours, theirs)
+        stored = all(record.stored for record in (*ours, *theirs))
+        even = all(pair.shapes[0] == pair.shapes[1] for pair in plain.pairs)
+        if not stored:
+            return _summaries(plain)
+        if plain.pairs and even:
+            return _made(plain, self._reordering(layer, plain))
+        guess, tried = self._guess(layer, ours, theirs, plain)
+        if guess is None and not plain.pairs:
+            return _made(plain, None)
+        if guess is None:
+            return replace(_made(plain, None), problem=_misfit(plain, ours, theirs, tried))
+        arrangement, transform = guess
+        fitting = {
+            both: (transform or _SAME).fits(*both) for both in {p.shapes for p in arrangement.pairs}
+        }
+        for pair in arrangement.pairs:
+            if not fitting[pair.shapes]:
+                what = (
+                    f"{_lists(pair.shapes)} at {_when(pair)}, where {transform and transform.name}"
+                )
+                problem = f"The shapes do not fit everywhere: {what} does not lead to equal shapes."
+                return replace(_made(arrangement, transform), problem=problem)
+        return _made(arrangement, transform)
+
+    def _reordering(self, layer: str, plain: Arrangement) -> Transform | None:
+        """A permutation of equal extents, which the shapes cannot show."""
+        shapes = {pair.shapes for pair in plain.pairs}
+        options = [
+            option
+            for option in reorderings(plain.pairs[0].shapes[0])
+            if all(option.fits(*both) for both in shapes)
+        ]
+        if not options:
+            return None
+        same = _agreement(plain, _SAME)
+        if same.clear or not same.telling:
+            return None
+        guesses = [_Guess(plain, option, _agreement(plain, option)) for option in options]
+        best = min(guesses, key=lambda guess: guess.agreement.error)
+        if best.agreement.exact and best.agreement.telling:
+            self._confirmed.setdefault(best.kind, layer)
+            return best.site()[1]
+        known = [guess for guess in guesses if guess.kind in self._confirmed]
+        for guess in known:
+            if guess.agreement.error < 0.5 * same.error:
+                return guess.site(self._confirmed[guess.kind])[1]
+        return None
+
+    def _guess(
+        self, layer: str, ours: Sequence[Record], theirs: Sequence[Record], plain: Arrangement
+    ) -> tuple[tuple[Arrangement, Transform | None] | None, int]:
+        guesses = [
+            _Guess(arrangement, transform, _agreement(arrangement, transform))
+            for arrangement, transform in _options(ours, theirs, plain)
+        ]
+        best = _clearest(guesses)
+        if best is not None:
+            if best.agreement.telling:
+                self._confirmed.setdefault(best.kind, layer)
+                return best.site(), len(guesses)
+            guesses = [g for g in guesses if g.agreement.exact]
+        for guess in guesses:
+            if guess.kind in self._confirmed:
+                return guess.site(self._confirmed[guess.kind]), len(guesses)
+        return (None if best is None else best.site()), len(guesses)
 
 
-def _pair(
-    port: str, leaf: str, candidate_leaf: str, ours: Sequence[Record], theirs: Sequence[Record]
-) -> SitePair:
-    left, right = _moments(ours), _moments(theirs)
-    pairs = tuple(
-        MomentPair(record.epoch, record.batch, record.call, record, right[key])
-        for key, record in left.items()
-        if key in right
+def _options(
+    ours: Sequence[Record], theirs: Sequence[Record], plain: Arrangement
+) -> Iterator[tuple[Arrangement, Transform]]:
+    """Everything that may bring the two sides together, the likeliest first."""
+    plainly = list(_laid_out(plain, same=False))
+    yield from (option for option in plainly if not option[1].crop)
+    for arrangement in by_samples(ours, theirs):
+        if arrangement.pairs != plain.pairs:
+            yield from _laid_out(arrangement, same=True)
+    yield from (option for option in plainly if option[1].crop)
+
+
+def _laid_out(arrangement: Arrangement, same: bool) -> Iterator[tuple[Arrangement, Transform]]:
+    uneven = [pair for pair in arrangement.pairs if pair.shapes[0] != pair.shapes[1]]
+    if uneven:
+        for transform in layouts(*uneven[0].shapes):
+            yield arrangement, transform
+    elif same and arrangement.pairs:
+        yield arrangement, _SAME
+
+
+def _agreement(arrangement: Arrangement, transform: Transform) -> Agreement:
+    """How well the values agree over a few moments, spread over all of them."""
+    pairs = [pair for pair in arrangement.pairs if transform.fits(*pair.shapes)]
+    if not pairs:
+        return NONE
+    chosen = {round(i * (len(pairs) - 1) / (_PROBES - 1)) for i in range(_PROBES)}
+    left, right = [], []
+    for index in sorted(chosen):
+        reference, candidate = pairs[index].tensors(transform)
+        left.append(sample(reference, _VALUES))
+        right.append(sample(candidate, _VALUES))
+    return compare_values(np.concatenate(left), np.concatenate(right))
+
+
+def _clearest(guesses: Sequence[_Guess]) -> _Guess | None:
+    """The guess that the values confirm: exactly, or clearly and better than any other."""
+    exact = [guess for guess in guesses if guess.agreement.exact]
+    if exact:
+        return next((guess for guess in exact if guess.agreement.telling), exact[0])
+    ranked = sorted(guesses, key=lambda guess: guess.agreement.error)
+    if not ranked or not ranked[0].agreement.clear or not ranked[0].agreement.telling:
+        return None
+    if len(ranked) > 1 and ranked[0].agreement.error > 0.7 * ranked[1].agreement.error:
+        return None
+    return ranked[0]
+
+
+def _made(arrangement: Arrangement, transform: Transform | None) -> SitePair:
+    problem = "" if arrangement.pairs else "The two sides have no moment in common."
+    return SitePair("", "", "", arrangement.pairs, transform, problem, "", arrangement.unpaired)
+
+
+def _summaries(plain: Arrangement) -> SitePair:
+    """Summaries tell nothing of layout: equal shapes, or equal counts and a word about it."""
+    uneven = [pair for pair in plain.pairs if pair.shapes[0] != pair.shapes[1]]
+    if not uneven:
+        return _made(plain, None)
+    shapes = _lists(uneven[0].shapes)
+    if all(np.prod(pair.shapes[0]) == np.prod(pair.shapes[1]) for pair in uneven):
+        name = f"summaries alone: {shapes}, as many elements"
+        return _made(plain, Transform(name, uneven[0].shapes))
+    problem = (
+        f"The shapes differ: {shapes}. With summaries alone no layout can be tried. Record both "
+        "sides with keep='tensors'."
     )
-    unpaired = [f"{_moment(key)} only in the reference" for key in left if key not in right]
-    unpaired += [f"{_moment(key)} only in the candidate" for key in right if key not in left]
-    problem = "" if pairs else "The two sides have no moment in common."
-    for pair in pairs:
-        if pair.reference.shape != pair.candidate.shape:
-            problem = (
-                f"The shapes differ: {list(pair.reference.shape)} in the reference, "
-                f"{list(pair.candidate.shape)} in the candidate."
-            )
+    return replace(_made(plain, None), problem=problem)
+
+
+def _misfit(
+    plain: Arrangement, ours: Sequence[Record], theirs: Sequence[Record], tried: int
+) -> str:
+    shapes = (ours[0].shape, theirs[0].shape)
+    for pair in plain.pairs:
+        if pair.shapes[0] != pair.shapes[1]:
+            shapes = pair.shapes
             break
-    return SitePair(port, leaf, candidate_leaf, pairs, problem=problem, unpaired=tuple(unpaired))
+    if not tried:
+        return (
+            f"The shapes do not fit: {_lists(shapes)}. No permutation of axes, squeezing, "
+            "flattening, padding or other batch size leads from one to the other."
+        )
+    ways = "1 way was" if tried == 1 else f"{tried} ways were"
+    return (
+        f"The shapes do not fit: {_lists(shapes)}. {ways} tried (axes permuted, squeezed or "
+        "flattened, padding, other batches): under none of them do the values agree."
+    )
 
 
-def _moments(records: Sequence[Record]) -> dict[_Key, Record]:
-    found: dict[_Key, Record] = {}
-    for record in records:
-        key = (record.rank, record.epoch, record.batch, record.call, 0)
-        while key in found:
-            key = (*key[:4], key[4] + 1)
-        found[key] = record
+def _lists(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
+    return f"{list(shapes[0])} in the reference, {list(shapes[1])} in the candidate"
+
+
+def _when(pair: MomentPair) -> str:
+    return f"epoch {pair.epoch}, batch {pair.batch}, call {pair.call}"
+
+
+def _sites(layer: Layer) -> dict[str, dict[str, list[Record]]]:
+    found: dict[str, dict[str, list[Record]]] = {}
+    for record in layer.records:
+        found.setdefault(record.port, {}).setdefault(record.leaf, []).append(record)
     return found
 
 
-def _moment(key: _Key) -> str:
-    rank, epoch, batch, call, _ = key
-    where = f"epoch {epoch}, batch {batch}, call {call}"
-    return f"rank {rank}, {where}" if rank else where
-
-
-def _rows(tensor: torch.Tensor, samples: tuple[int, int] | None) -> torch.Tensor:
-    return tensor if samples is None else tensor[samples[0] : samples[1]]
+def _alike(ours: Sequence[Record], theirs: Sequence[Record]) -> bool:
+    pairs = by_moment(ours, theirs).pairs[:1]
+    if not pairs or not (pairs[0].reference.stored and pairs[0].candidate.stored):
+        return bool(pairs) and pairs[0].shapes[0] == pairs[0].shapes[1]
+    one = Arrangement("", "", pairs, ())
+    options = [_SAME] if pairs[0].shapes[0] == pairs[0].shapes[1] else layouts(*pairs[0].shapes)
+    found = [_agreement(one, transform) for transform in options]
+    return any(agreement.clear and agreement.telling for agreement in found)
