@@ -19,6 +19,13 @@ def main() -> None:
         run = f"{folder}/run"
         tensortap("record", "tensortap.demo:build", "-o", run, "--layers", "blocks")
         tensortap("plot", run, "blocks.3", "-o", str(DOCS / "layer.png"))
+        modes = [f"{folder}/{mode}" for mode in ("fp32", "bf16", "bug")]
+        for path in modes:
+            mode = Path(path).name
+            layers = ("--layers", "embedding", "--layers", "blocks", "--layers", "final_norm")
+            tensortap("record", "tensortap.demo:build", "-o", path, "--mode", mode, *layers)
+        picture = str(DOCS / "differences.png")
+        tensortap("plot", *modes, "--layer", "blocks.4", "-o", picture)
 
 
 if __name__ == "__main__":
