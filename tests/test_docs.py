@@ -25,12 +25,19 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.strip()]
 
 
+def exit_codes(page: Path) -> list[int]:
+    """What each command of a page exits with: 0, unless its comment says `exit 1`."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
+    said = [re.search(r"#.*\bexit (\d)", line) for line in lines]
+    return [int(match[1]) if match else 0 for match in said]
+
+
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if commands(page)], ids=lambda page: page.name
 )
 def test_every_command_runs_as_written(page: Path, tmp_path) -> None:
     environment = {**os.environ, "NO_COLOR": "1"}
-    for words in commands(page):
+    for words, code in zip(commands(page), exit_codes(page), strict=True):
         assert words[0] == "tensortap", f"{page.name}: {words} is no command of ours"
         done = subprocess.run(
             [sys.executable, "-m", *words],
@@ -39,7 +46,7 @@ def test_every_command_runs_as_written(page: Path, tmp_path) -> None:
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, f"{page.name}: {shlex.join(words)}\n{done.stderr}"
+        assert done.returncode == code, f"{page.name}: {shlex.join(words)}\n{done.stderr}"
         assert done.stdout.strip()
 
 
