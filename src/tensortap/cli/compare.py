@@ -19,7 +19,6 @@ from .common import (
     open_recording,
     print_json,
     print_notes,
-    say,
 )
 
 if TYPE_CHECKING:
@@ -151,7 +150,12 @@ def _resolved(reference: str, name: str, partial: bool) -> str:
 
 
 def _print(comparison: Comparison, rows: list[LayerComparison], *, alone: bool) -> None:
-    from ..reporting.comparisons import layer_screen, print_comparison, print_head
+    from ..reporting.comparisons import (
+        layer_screen,
+        print_comparison,
+        print_head,
+        print_sentence,
+    )
     from ..reporting.console import stdout
 
     console = stdout()
@@ -160,5 +164,5 @@ def _print(comparison: Comparison, rows: list[LayerComparison], *, alone: bool) 
         return
     print_head(console, comparison)
     for row in comparison.layers:
-        console.print(layer_screen(comparison, row))
-    say(comparison.sentence)
+        console.print(layer_screen(comparison, row, width=console.width))
+    print_sentence(console, comparison)

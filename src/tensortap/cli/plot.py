@@ -32,7 +32,7 @@ def plot(
     places: Annotated[
         list[str],
         typer.Argument(
-            metavar="DIR… [LAYER]",
+            metavar="DIR… (LAYER)",
             help="A recording and the layer's name or alias; with --layer, recordings alone: the "
             "reference, then the candidates.",
         ),

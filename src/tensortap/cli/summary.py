@@ -13,6 +13,7 @@ from .common import (
     JsonOption,
     LayersOption,
     MaybeText,
+    PartialOption,
     note,
     print_json,
 )
@@ -32,7 +33,7 @@ def summary(
             "--sort",
             metavar="METRIC",
             help="Sort by mode, first_layer_mse, first_layer_mae, last_layer_mse, last_layer_mae, "
-            "mean_correlation, or any other column.",
+            "mean_correlation, grade, same, same_input or first_divergence.",
         ),
     ] = None,
     descending: Annotated[
@@ -47,6 +48,7 @@ def summary(
     rules: RuleOption = None,
     maps: MapOption = None,
     preset: PresetOption = None,
+    partial: PartialOption = False,
     json: JsonOption = False,
 ) -> int:
     """Compare every mode in a folder with the reference, in a table. Exit 0 when it is made."""
@@ -65,6 +67,7 @@ def summary(
             rules=rules or (),
             map=maps or (),
             preset=preset,
+            partial=partial,
             progress=advance,
         )
     if sort is not None:

@@ -103,21 +103,22 @@ def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
     matched = any(row.matched_by not in ("", "name") for row in rows)
     columns = [_Column("layer", lambda row: text.layer_name(row.layer), justify="left")]
     if renamed:
-        columns.append(_Column("candidate layer", _candidate_layer, 5, "left"))
+        columns.append(_Column("candidate layer", _candidate_layer, 6, "left"))
     if matched:
-        columns.append(_Column("matched by", lambda row: row.matched_by or "-", 10, "left"))
+        columns.append(_Column("matched by", lambda row: row.matched_by or "-", 11, "left"))
     return [
         *columns,
         _Column("verdict", lambda row: row.verdict, justify="left"),
         _Column("input", lambda row: row.input_verdict or "-", 2, "left"),
-        _Column("max abs", _metric("max_abs"), 3),
-        _Column("MAE", _metric("mae"), 7),
-        _Column("MSE", _metric("mse"), 8),
-        _Column("cosine", _cosine, 4),
-        _Column("error", lambda row: text.number(row.error, 4), 6),
+        _Column("origin", lambda row: row.origin or "-", 3, "left"),
+        _Column("max abs", _metric("max_abs"), 4),
+        _Column("MAE", _metric("mae"), 8),
+        _Column("MSE", _metric("mse"), 9),
+        _Column("cosine", _cosine, 5),
+        _Column("error", lambda row: text.number(row.error, 4), 7),
         _Column("× floor", _ratio, 1),
-        _Column("grade", lambda row: row.grade or "-", 9, "left"),
-        _Column("note", row_note, 5, "left"),
+        _Column("grade", lambda row: row.grade or "-", 10, "left"),
+        _Column("note", row_note, 6, "left"),
     ]
 
 
@@ -141,9 +142,10 @@ def _ratio(row: LayerComparison) -> str:
 
 
 def row_note(row: LayerComparison) -> str:
-    """What is worth saying of a row beside its numbers."""
-    parts = [row.origin or "", row.transform, *row.hints, row.note]
-    if row.verdict in ("diverged", "incomparable") and not row.hints:
+    """What is worth saying of a row beside its numbers; what is inherited needs no reason."""
+    parts = [row.transform, *row.hints, row.note]
+    made = row.verdict == "diverged" and row.origin != "inherited" and not row.hints
+    if made or row.verdict == "incomparable":
         parts.append(row.why)
     return text.clean("; ".join(dict.fromkeys(part.rstrip(".") for part in parts if part)))
 
@@ -184,6 +186,11 @@ def print_comparison(
     if notes:
         for note in comparison.notes:
             console.print(f"note: {text.clean(note)}", style="dim")
+    print_sentence(console, comparison)
+
+
+def print_sentence(console: Console, comparison: Comparison) -> None:
+    """The answer."""
     style = "bold green" if comparison.same else "bold red"
     console.print(text.clean(comparison.sentence), style=style)
 

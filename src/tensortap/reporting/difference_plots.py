@@ -25,7 +25,6 @@ __all__ = ["Candidate", "Spread", "plot_differences", "spread"]
 BINS = 100
 _CHUNK = 1 << 21
 _LARGEST = 1e300  # matplotlib's own arithmetic overflows beyond
-_ACROSS = 2
 _TICKS = 16
 _COLOURS = ("#2563a8", "#d9730d", "#2f8f5b", "#8b4fc6", "#c2385b", "#0f8b8d", "#7a5c2e", "#4b5b6b")
 
@@ -41,6 +40,7 @@ class Spread:
     finite: int
     left_out: int
     squeezed: bool
+    zero: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -72,6 +72,7 @@ def spread(pairs: Pairs, bins: int = BINS) -> Spread | None:
             finite += kept.size
     if not finite:
         return None
+    zero = low == high == 0
     if low == high:
         room = max(abs(low) * 0.5, 0.5)
         low, high = low - room, high + room
@@ -80,7 +81,7 @@ def spread(pairs: Pairs, bins: int = BINS) -> Spread | None:
     for values in _differences(pairs):
         some, edges = counted(values[np.isfinite(values)], bins, low, high)
         counts += some
-    return Spread(counts, edges, finite, left_out, _squeezed(counts, finite))
+    return Spread(counts, edges, finite, left_out, _squeezed(counts, finite), zero)
 
 
 def _squeezed(counts: np.ndarray[Any, Any], finite: int) -> bool:
@@ -147,9 +148,9 @@ def _draw(
     layer: str,
     what: str,
 ) -> tuple[Any, list[str]]:
-    across = min(_ACROSS, len(candidates))
+    across = {1: 1, 2: 2, 4: 2}.get(len(candidates), 3)
     down = -(-len(candidates) // across)
-    figure = new_figure(4.4 * across + 6.6, max(4.6, 3.1 * down + 0.6))
+    figure = new_figure(4.2 * across + 6.4, max(4.6, 3.1 * down + 0.6))
     grid = figure.add_gridspec(down, across + 1, width_ratios=[1] * across + [1.5])
     for number, (candidate, found) in enumerate(zip(candidates, spreads, strict=True)):
         panel = figure.add_subplot(grid[number // across, number % across])
@@ -175,6 +176,9 @@ def _histogram(panel: Any, found: Spread | None, colour: str) -> None:
     if found is None:
         say(panel, "no pair of finite values")
         return
+    if found.zero:
+        say(panel, f"all {text.count(found.finite)} differences are 0")
+        return
     panel.stairs(found.counts, found.edges, fill=True, color=colour, alpha=0.85)
     panel.axvline(0, color=INK, linewidth=0.8, alpha=0.6)
     panel.set_xlim(found.edges[0], found.edges[-1])
@@ -199,12 +203,13 @@ def _error_by_layer(panel: Any, candidates: Sequence[Candidate], layer: str) -> 
     names = list(dict.fromkeys(r.layer for c in candidates for r in c.comparison.compared))
     places = {name: place for place, name in enumerate(names)}
     errors = [r.error for c in candidates for r in c.comparison.compared]
-    positive = [error for error in errors if 0 < error < math.inf]
+    floors = [r.floor for c in candidates for r in c.comparison.compared if r.floor is not None]
+    positive = [value for value in (*errors, *floors) if 0 < value < math.inf]
     notes = _undefined(candidates)
     if not names:
         say(panel, "no layer could be compared")
         return notes
-    bottom = min(positive) / 4 if positive else 1e-9
+    bottom = min(positive) / 3 if positive else 1e-9
     panel.set_yscale("log")
     marks = {"identical": False, "diverged": False, "floor": False}
     for number, candidate in enumerate(candidates):
@@ -212,7 +217,7 @@ def _error_by_layer(panel: Any, candidates: Sequence[Candidate], layer: str) -> 
     if layer in places:
         panel.axvline(places[layer], color=INK, linewidth=8, alpha=0.09, zorder=0)
     _name_layers(panel, names, layer)
-    panel.set_ylim(bottom / 2, (max(positive) if positive else 1.0) * 3)
+    panel.set_ylim(bottom, (max(positive) if positive else 1.0) * 3)
     panel.set_xlim(-0.6, len(names) - 0.4)
     panel.yaxis.grid(True, color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
@@ -231,12 +236,15 @@ def _line(
     rows = [r for r in candidate.comparison.compared if not math.isnan(r.error)]
     rows = [r for r in rows if r.error < math.inf]
     x = [places[r.layer] for r in rows]
-    y = [max(r.error, bottom) for r in rows]
-    panel.plot(x, y, color=colour, linewidth=1.3, label=_safe(fit(candidate.name, 24)))
+    y = [r.error or 1.25 * bottom for r in rows]  # zero has no place on a log scale: at its foot
+    line = [r.error or math.nan for r in rows]
+    panel.plot(x, line, color=colour, linewidth=1.3, label=_safe(fit(candidate.name, 24)))
     kinds = {"o": [], "X": [], "v": []}  # type: dict[str, list[int]]
     for at, row in enumerate(rows):
         kinds["X" if row.verdict == "diverged" else "v" if row.error == 0 else "o"].append(at)
     for kind, at in kinds.items():
+        if not at:
+            continue
         face = "white" if kind == "v" else colour
         size = 7 if kind == "X" else 3.5 if len(places) <= 60 else 2
         panel.plot(

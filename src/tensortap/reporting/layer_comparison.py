@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -29,14 +30,19 @@ _FORMAT = re.compile(r"(?:fp|bf|tf|nf|mxfp|int|uint|w\d+a)\d+|cpu|gpu|tpu|npu")
 _MEDIAN = {50: "50th (Median)"}
 
 
-def layer_screen(comparison: Comparison, layer: str | LayerComparison) -> Text:
-    """The screen for a layer, given by its name on either side or as its row."""
+def layer_screen(
+    comparison: Comparison, layer: str | LayerComparison, *, width: int | None = None
+) -> Text:
+    """The screen for a layer, given by its name on either side or as its row.
+
+    Long lines are broken at `width`, behind their labels.
+    """
     from rich.text import Text
 
     row = comparison[layer] if isinstance(layer, str) else layer
     part = row.main
     reference = display_name(comparison.reference)
-    screen = _Screen()
+    screen = _Screen(width)
     screen.rule()
     screen.line(f"Layer {text.layer_name(row.layer)} - Comparison Results", "bold")
     screen.rule()
@@ -47,9 +53,9 @@ def layer_screen(comparison: Comparison, layer: str | LayerComparison) -> Text:
             screen.metrics(part.difference, reference)
         elif part.reference_summary is not None and part.candidate_summary is not None:
             screen.moments(part.reference_summary, part.candidate_summary, reference)
-    screen.verdict(comparison, row, part)
+    screen.verdict(row, part)
     if part is not None and part.difference is not None:
-        screen.elements(part.difference)
+        screen.elements(part, part.difference)
     screen.hints(row)
     screen.others(row, part)
     screen.rule()
@@ -65,8 +71,9 @@ def display_name(path: str) -> str:
 class _Screen:
     """Collects lines; a method a section."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int | None) -> None:
         self.lines: list[Text] = []
+        self._width = width
 
     def line(self, words: str = "", style: str = "") -> None:
         from rich.text import Text
@@ -84,8 +91,16 @@ class _Screen:
     def item(self, label: str, value: str, style: str = "") -> None:
         from rich.text import Text
 
-        made = Text(f"  {label + ':':<18}").append(value, style)
+        made = Text(f"  {label + ':':<18}").append(self._broken(value, 21), style)
         self.lines.append(made)
+
+    def _broken(self, value: str, indent: int) -> str:
+        """The value on as many lines as it needs, each behind the label's column."""
+        if self._width is None or indent + len(value) <= max(self._width, 60):
+            return value
+        room = max(self._width, 60) - indent
+        lines = textwrap.wrap(value.strip(), room, break_on_hyphens=False)
+        return " " + ("\n" + " " * indent).join(lines)
 
     def statistics(self, head: str, summary: Summary | None) -> None:
         self.head(head)
@@ -134,30 +149,29 @@ class _Screen:
         self.line("  Summaries alone were kept: errors, correlation and percentiles cannot be")
         self.line("  known from them.")
 
-    def verdict(self, comparison: Comparison, row: LayerComparison, part: Part | None) -> None:
-        self.head("Verdict:")
+    def verdict(self, row: LayerComparison, part: Part | None) -> None:
+        self.head("Verdict: ")
         origin = f", {row.origin}" if row.origin else ""
-        self.item("Verdict", f" {row.verdict}{origin}", STYLES[row.verdict])
+        self.lines[-1].append(row.verdict + origin, STYLES[row.verdict])
         self.item("Why", f" {text.clean(row.why) or '-'}")
         self.item("Input", f" {row.input_verdict or 'not recorded on both sides'}")
         if part is not None:
             if not math.isnan(part.error):
                 self.item("Error", f" {text.number(part.error)} of the reference's norm")
             if part.floor is not None:
-                ratio = part.floor_ratio
-                times = "" if ratio is None else f", of which the error is {text.number(ratio, 3)}"
-                kind = f" ({text.clean(comparison.floor)})" if comparison.floor else ""
-                self.item("Floor", f" {text.number(part.floor)}{times}{kind}")
+                times = text.number(part.floor_ratio, 3)
+                worst = " at the worst moment" if part.moments > 1 else ""
+                self.item("Floor", f" {text.number(part.floor)}; error / floor {times}{worst}")
             if part.nearer is not None:
                 self.item("Nearer to truth", f" {part.nearer}")
-            self._what(row, part)
+            self._what(part)
         if row.matched_by not in ("", "name") or row.candidate_layer not in (row.layer, None):
             other = text.layer_name(row.candidate_layer or "")
             self.item("Paired with", f" {other} (by {row.matched_by})")
         if row.note:
             self.item("Note", f" {text.clean(row.note)}")
 
-    def _what(self, row: LayerComparison, part: Part) -> None:
+    def _what(self, part: Part) -> None:
         leaf = f" {text.clean(part.leaf)}" if part.leaf else ""
         shape, dtype = text.shape(part.shape), part.dtype
         if part.candidate_shape and part.candidate_shape != part.shape:
@@ -168,13 +182,11 @@ class _Screen:
         if part.transform:
             self.item("Aligned by", f" {text.clean(part.transform)}")
         if part.moments > 1 and part.worst_moment is not None:
-            epoch, batch, call = part.worst_moment
-            worst = f"epoch {epoch}, batch {batch}, call {call}"
-            self.item("Moments", f" {part.moments}, the worst at {worst}")
+            self.item("Moments", f" {part.moments}, the worst {_moment(part.worst_moment)}")
         elif part.moments:
             self.item("Moments", f" {part.moments}")
 
-    def elements(self, d: Difference) -> None:
+    def elements(self, part: Part, d: Difference) -> None:
         self.head("Elements:")
         share = f" ({100 * d.mismatched / d.count:.1f}%)" if d.count else ""
         allowed = f", beyond rtol {d.rtol:g} and atol {d.atol:g}" if d.mismatched else ""
@@ -186,8 +198,11 @@ class _Screen:
         )
         if d.max_abs_index is not None and d.max_abs_pair is not None and d.max_abs:
             index = ", ".join(str(i) for i in d.max_abs_index)
+            when = part.max_abs_moment if part.moments > 1 else None
+            where = f"index ({index})" + (f" of {_moment(when)}" if when is not None else "")
             a, b = (text.number(value, 6) for value in d.max_abs_pair)
-            self.item("Greatest", f" {text.number(d.max_abs, 6)} at index ({index}): {a} and {b}")
+            greatest = f"{text.number(d.max_abs, 6)} at {where}: reference {a}, mode {b}"
+            self.item("Greatest", f" {greatest}")
         relative = f"{text.number(d.max_relative)} greatest, {text.number(d.mean_relative)} mean"
         self.item("Relative", f" {relative}")
         self.item("Cosine", f" {cosine(d)}")
@@ -214,15 +229,16 @@ class _Screen:
         names = [f"{part.port} {text.clean(part.leaf)}".strip() for part in rest]
         room = max(18, *(len(name) + 2 for name in names))
         for name, part in zip(names, rest, strict=True):
-            d = part.difference
-            numbers = (
-                f": error {text.number(part.error)}, max abs {text.number(d.max_abs)}"
-                if d is not None and part.verdict != "identical"
-                else ""
-            )
             why = f" ({text.clean(part.why)})" if part.verdict != "identical" and part.why else ""
             self.line(f"  {name + ':':<{room}} ")
-            self.lines[-1].append(part.verdict, STYLES[part.verdict]).append(numbers + why)
+            self.lines[-1].append(part.verdict, STYLES[part.verdict])
+            if why:
+                self.lines[-1].append(self._broken(why, room + 3 + len(part.verdict)))
+
+
+def _moment(moment: tuple[int, int, int]) -> str:
+    epoch, batch, call = moment
+    return f"epoch {epoch}, batch {batch}, call {call}"
 
 
 def fixed(value: float) -> str:

@@ -17,21 +17,26 @@ if TYPE_CHECKING:
 __all__ = ["modes_table", "modes_text", "print_modes"]
 
 WIDTH = 80
+_ROOM = 150  # letters that leave some for the reasons beside the numbers
 
 
-def modes_table(modes: Modes) -> Table:
-    """A row a mode with the document's columns, then the grade, the input and where it parts."""
+def modes_table(modes: Modes, *, notes: bool = True, tall: bool = False) -> Table:
+    """A row a mode with the document's columns, then the grade, the input and where it parts.
+
+    Without `notes` a mode that could not be compared says so, and not why. `tall` headings take
+    two lines and less room.
+    """
     from rich.text import Text
 
     numbers = ("Layer 0 MSE", "Layer 0 MAE", "Last Layer MSE", "Last Layer MAE", "Avg Corr")
     words = ("Grade", "Same Input", "First Divergence")
-    noted = any(row.problem for row in modes.modes)
+    noted = notes and any(row.problem for row in modes.modes)
     made = table(
         ("Mode", "left"),
-        *((title, "right") for title in numbers),
-        *((title, "left") for title in words),
+        *((_heading(title, tall), "right") for title in numbers),
+        *((_heading(title, tall), "left") for title in words),
         *([("Note", "left")] if noted else []),
-        folds=("First Divergence", "Note"),
+        folds=(_heading("First Divergence", tall), "Note"),
     )
     for row in modes.modes:
         cells: list[Any] = [
@@ -51,6 +56,10 @@ def modes_table(modes: Modes) -> Table:
     return made
 
 
+def _heading(title: str, tall: bool) -> str:
+    return "\n".join(title.rsplit(" ", 1)) if tall else title
+
+
 def _same_input(row: ModeRow) -> tuple[str, str]:
     if row.same_input is None:
         return ("-" if row.problem else "unknown"), "dim"
@@ -59,7 +68,7 @@ def _same_input(row: ModeRow) -> tuple[str, str]:
 
 def _divergence(row: ModeRow) -> tuple[str, str]:
     if row.problem or row.same is None:
-        return "-", "dim"
+        return "not compared", "yellow"
     if row.first_divergence is not None:
         return text.layer_name(row.first_divergence), "bold red"
     return ("none", "green") if row.same else ("none, but incomparable", "bold red")
@@ -84,8 +93,13 @@ def print_modes(console: Console, modes: Modes) -> None:
     console.print("=" * WIDTH, style="dim")
     console.print(f"SUMMARY TABLE - All Modes vs {text.clean(modes.reference)}", style="bold")
     console.print("=" * WIDTH, style="dim")
-    print_table(console, modes_table(modes))
+    wide = console.width >= _ROOM
+    print_table(console, modes_table(modes, notes=wide, tall=not wide))
     console.print("=" * WIDTH, style="dim")
+    for row in modes.modes:
+        if row.problem and not wide:
+            said = f"{row.mode} was not compared: {row.problem}"
+            console.print(text.clean(said), style="yellow")
     for line in _layers(modes):
         console.print(line, style="dim")
 
