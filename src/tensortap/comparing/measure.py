@@ -30,6 +30,10 @@ class MomentMeasurement:
     _site: SitePair
 
     @property
+    def dtypes(self) -> tuple[str, str]:
+        return self._pair.reference.dtype, self._pair.candidate.dtype
+
+    @property
     def rmse(self) -> float:
         """The error in the tensor's own units; NaN without tensors."""
         return self.difference.rmse if self.difference is not None else math.nan

@@ -16,7 +16,8 @@ from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
 from ..recording.schema import MANIFEST
 from ..recording.store import open_store
-from .compare import Run, compare
+from .checks import Run
+from .compare import compare
 from .results import Comparison, LayerComparison, number
 from .sentences import name_of
 

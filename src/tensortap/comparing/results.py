@@ -28,6 +28,7 @@ __all__ = [
     "Origin",
     "Part",
     "Verdict",
+    "severity",
     "worst",
 ]
 
@@ -40,9 +41,14 @@ BAD: tuple[Verdict, ...] = ("diverged", "incomparable")
 _ORDER: tuple[Verdict, ...] = ("identical", "within", "missing", "incomparable", "diverged")
 
 
+def severity(verdict: Verdict) -> int:
+    """How bad a verdict is: larger is worse."""
+    return _ORDER.index(verdict)
+
+
 def worst(verdicts: Iterable[Verdict]) -> Verdict | None:
     """The worst of some verdicts; None of none."""
-    return max(verdicts, key=_ORDER.index, default=None)
+    return max(verdicts, key=severity, default=None)
 
 
 @dataclass(frozen=True)
@@ -318,7 +324,7 @@ def number(value: float | None) -> float | str | None:
 def _badness(part: Part) -> tuple[int, float, float]:
     ratio = part.floor_ratio if part.floor_ratio is not None else -1.0
     error = -1.0 if math.isnan(part.error) else part.error
-    return _ORDER.index(part.verdict), ratio, error
+    return severity(part.verdict), ratio, error
 
 
 def _when(row: LayerComparison) -> int:

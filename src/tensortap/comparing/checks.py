@@ -1,0 +1,96 @@
+"""What must hold before and behind a comparison, and what a reader is told of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ..errors import ComparisonError
+from ..recording.reader import Recording
+from ..recording.reader import open as open_recording
+from .align import LayerPair
+from .floor import Floor
+from .results import LayerComparison
+from .sentences import name_of
+
+__all__ = ["Run", "check_compared", "check_paired", "notes_of", "opened", "warnings_of"]
+
+Run = str | os.PathLike[str] | Recording
+
+_FEW = 0.25  # of the smaller recording's layers: below, the models look unrelated
+
+
+def opened(run: Run, partial: bool) -> Recording:
+    """A whole recording; half of one only when that was asked for."""
+    recording = run if isinstance(run, Recording) else open_recording(run, partial=partial)
+    if recording.status != "complete" and not partial:
+        state = "was not closed" if recording.status == "recording" else "failed"
+        raise ComparisonError(
+            f"The recording {recording.path} {state}: it holds {len(recording)} layers, and more "
+            "may have been to come. Record it again, or compare what is there with --partial "
+            "(partial=True)."
+        )
+    return recording
+
+
+def check_paired(
+    left: Recording,
+    right: Recording,
+    names: Sequence[str] | None,
+    paired: Sequence[LayerPair],
+) -> None:
+    """Refuse to compare nothing."""
+    if paired:
+        return
+    ours = list(left.layers if names is None else names)
+    raise ComparisonError(
+        f"No layer of {left.path} pairs with a layer of {right.path}: nothing was compared. "
+        f"The reference has {_some(ours)}, the candidate {_some(right.layers)}. "
+        "Are these recordings of the same model? Pair layers by hand with --map 'regex=>template'."
+    )
+
+
+def check_compared(left: Recording, right: Recording, rows: Sequence[LayerComparison]) -> None:
+    """Refuse a comparison of which no pair could be measured."""
+    if any(row.verdict not in ("missing", "incomparable") for row in rows):
+        return
+    reasons = list(dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer))
+    raise ComparisonError(
+        f"None of the {len(reasons)} paired layers of {left.path} and {right.path} could be "
+        f"compared. {' '.join(reasons[:3])}"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(name_of(name) for name in names[:3])
+    return f"{shown}, … ({len(names)} layers)" if len(names) > 3 else (shown or "no layers")
+
+
+def warnings_of(
+    left: Recording,
+    right: Recording,
+    same: bool | None,
+    names: Sequence[str] | None,
+    paired: Sequence[LayerPair],
+) -> list[str]:
+    """What may explain everything below it."""
+    found = []
+    if same is False:
+        found.append(
+            "The two runs were given different inputs: what differs below may be that alone."
+        )
+    total = min(len(left) if names is None else len(names), len(right))
+    if len(paired) < _FEW * total:
+        found.append(
+            f"Only {len(paired)} of {total} layers align: these look like recordings of different "
+            "models. Pair layers by hand with --map 'regex=>template'."
+        )
+    return found
+
+
+def notes_of(left: Recording, right: Recording, floor: Floor | None) -> list[str]:
+    """What the recordings say of themselves."""
+    notes = [f"{run.path}: {text}" for run in (left, right) for text in run.notes]
+    if floor is not None and not len(floor):
+        notes.append(f"The floor run {floor.path} has no layer in common with the reference.")
+    return notes
