@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..recording.reader import Layer, Recording
+from .names import by_map, by_name, by_normalised_name
+from .sketch import content_errors
+from .structure import by_structure, shape_likeness
 
 __all__ = ["LayerPair", "align"]
 
@@ -38,12 +41,82 @@ def align(
     A layer of the candidate alone stands behind the layer that it follows in the candidate. With
     `names` only those layers of the reference are listed, and no lone layers of the candidate.
     """
-    found = {name: (name, "name") for name in reference.layers if name in candidate.layers}
+    wanted = None if names is None else {reference.resolve(name) for name in names}
+    found = _pairs(reference, candidate, maps, wanted)
     pairs = list(_in_order(reference, candidate, found))
-    if names is None:
+    if wanted is None:
         return pairs
-    wanted = {reference.resolve(name) for name in names}
     return [p for p in pairs if p.reference is not None and p.reference.name in wanted]
+
+
+def _pairs(
+    reference: Recording, candidate: Recording, maps: Sequence[str], wanted: set[str] | None
+) -> dict[str, tuple[str, str]]:
+    found: dict[str, tuple[str, str]] = {}
+
+    def take(pairs: Mapping[str, str], how: str) -> None:
+        found.update((ours, (theirs, how)) for ours, theirs in pairs.items())
+
+    def free() -> list[str]:
+        return [name for name in reference.layers if name not in found]
+
+    def others() -> list[str]:
+        taken = {theirs for theirs, _ in found.values()}
+        return [name for name in candidate.layers if name not in taken]
+
+    def types(recording: Recording, names: Sequence[str]) -> dict[str, str]:
+        return {name: recording[name].type for name in names}
+
+    take(by_map(maps, reference, candidate), "map")
+    take(_but_root(by_name(reference, candidate, free(), others()), reference, candidate), "name")
+    left, right = free(), others()
+    if left and right:
+        agree = _Agree(reference, candidate)
+        normal = by_normalised_name(types(reference, left), types(candidate, right), agree)
+        take({a: b for a, b in normal.items() if a or b}, "normalised")
+    left, right = free(), others()
+    if "" in left and "" in right and _root_fits(reference, candidate):
+        take({"": ""}, "name")
+    left, right = free(), others()
+    if left and right and (wanted is None or wanted & set(left)):
+        sure = {ours: theirs for ours, (theirs, _) in found.items()}
+        found.update(by_structure(reference, candidate, sure))
+    return found
+
+
+def _but_root(
+    pairs: Mapping[str, str], reference: Recording, candidate: Recording
+) -> dict[str, str]:
+    """Without the root, when the two roots are of different types.
+
+    Every model has a root, so that its name says nothing: a bare model's is what a model with a
+    head calls `model`.
+    """
+    if "" not in pairs or reference[""].type == candidate[""].type:
+        return dict(pairs)
+    return {ours: theirs for ours, theirs in pairs.items() if ours}
+
+
+def _root_fits(reference: Recording, candidate: Recording) -> bool:
+    left, right = (
+        {r.shape for r in recording[""].records if r.port in ("output", "grad_output")}
+        for recording in (reference, candidate)
+    )
+    return any(shape_likeness(ours, theirs) > 0 for ours in left for theirs in right)
+
+
+class _Agree:
+    """Whether two layers hold alike values, as far as their summaries can tell."""
+
+    def __init__(self, reference: Recording, candidate: Recording) -> None:
+        self._recordings = (reference, candidate)
+
+    def __call__(self, ours: str, theirs: str) -> bool:
+        left, right = (
+            next((r for r in recording[name].records if r.port == "output"), None)
+            for recording, name in zip(self._recordings, (ours, theirs), strict=True)
+        )
+        return bool(content_errors([left], [right])[0, 0] < 0.1)
 
 
 def _in_order(

@@ -8,17 +8,33 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..numerics.layout import plain
+from ..recording.reader import Record
 
-__all__ = ["EXACT", "NONE", "Agreement", "agreement", "compare_values", "sample"]
+__all__ = [
+    "EXACT",
+    "NONE",
+    "Agreement",
+    "Matrix",
+    "agreement",
+    "compare_values",
+    "content_errors",
+    "sample",
+]
 
 COUNT = 2048
 EXACT = 1e-3
+_SMALL = 256
+_DISTINCT = 3
+_Key = tuple[object, ...]
+Matrix = np.ndarray[Any, np.dtype[np.float32]]
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -73,7 +89,7 @@ def compare_values(ours: _Values, theirs: _Values) -> Agreement:
         return Agreement(0.0 if distance <= 1e-9 * math.sqrt(x.size) else math.inf, 0.0, False)
     other = float(np.linalg.norm(y_centred))
     correlation = float(x_centred @ y_centred) / (spread * other) if other else 0.0
-    return Agreement(distance / spread, correlation, len(np.unique(x)) > min(3, x.size - 1))
+    return Agreement(distance / spread, correlation, len(np.unique(x)) > min(_DISTINCT, x.size - 1))
 
 
 def sample(tensor: torch.Tensor, count: int = COUNT) -> _Values:
@@ -119,3 +135,125 @@ def flat_positions(total: int, count: int) -> np.ndarray[tuple[int], np.dtype[np
         return np.arange(total)
     jitter = np.random.default_rng(total).random(count)
     return ((np.arange(count) + jitter) * (total / count)).astype(np.int64).clip(0, total - 1)
+
+
+def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
+    """How far the values of every two records are apart; infinite where nothing speaks for them.
+
+    Tensors that are stored on both sides are compared at the same few positions: as they lie, with
+    their axes sorted by extent (which undoes a permutation), and in their first sample. Otherwise
+    the summaries must do: their moments, which know no order, and the first values.
+    """
+    moments, first = _moment_errors(ours, theirs), _first_errors(ours, theirs)
+    shape = _equal([r and r.shape for r in ours], [r and r.shape for r in theirs])
+    counts = _equal(
+        [r and math.prod(r.shape) for r in ours], [r and math.prod(r.shape) for r in theirs]
+    )
+    # Few layers share all moments within 5 %, but norms come near it: first values must agree too.
+    loose = np.where(shape & ~np.isnan(first), np.fmax(first, 2 * moments), 10 * moments)
+    found = np.where(counts, loose, first)
+    values = _value_errors(ours, theirs)
+    # Moments that are equal to many digits are the same values in another order.
+    found = np.where(np.isnan(values) | (moments < 1e-4), np.fmin(found, values), values)
+    return np.where(np.isnan(found), np.inf, found).astype(np.float32)
+
+
+def _equal(ours: Sequence[object], theirs: Sequence[object]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    codes: dict[object, int] = {}
+    left, right = (
+        np.array([codes.setdefault(item, len(codes)) for item in side], dtype=np.int64)
+        for side in (ours, theirs)
+    )
+    return np.asarray(left[:, None] == right[None, :])
+
+
+def _value_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
+    """The smallest error over the ways to sample; NaN where none applies to both."""
+    found = np.full((len(ours), len(theirs)), np.nan, dtype=np.float32)
+    left, right = _grouped(ours), _grouped(theirs)
+    for key in left.keys() & right.keys():
+        (rows, x), (columns, y) = left[key], right[key]
+        where = np.ix_(rows, columns)
+        found[where] = np.fmin(found[where], _pairwise(x, y))
+    return found
+
+
+def _grouped(records: Sequence[Record | None]) -> dict[_Key, tuple[list[int], Any]]:
+    groups: dict[_Key, tuple[list[int], list[_Values]]] = {}
+    for number, record in enumerate(records):
+        if record is None or not record.stored or 0 in record.shape:
+            continue
+        tensor = record.tensor()
+        for key, view in _sketched(tensor):
+            rows, values = groups.setdefault(key, ([], []))
+            rows.append(number)
+            values.append(sample(view, _SMALL))
+    return {key: (rows, np.stack(values)) for key, (rows, values) in groups.items()}
+
+
+def _sketched(tensor: torch.Tensor) -> list[tuple[_Key, torch.Tensor]]:
+    """Views that are sampled, each with a key that two tensors must share to be compared."""
+    complex_too = tensor.is_complex()
+    flat = tensor.reshape(-1)
+    views: list[tuple[_Key, torch.Tensor]] = [(("flat", complex_too, flat.numel()), flat)]
+    slim = tensor.squeeze()
+    order = sorted(range(slim.dim()), key=lambda axis: (-slim.shape[axis], axis))
+    if slim.dim() > 1:
+        ordered = slim.permute(order)
+        views.append((("sorted", complex_too, *ordered.shape), ordered))
+    if tensor.dim() > 1:
+        first = tensor[0].reshape(-1)
+        views.append((("first", complex_too, first.numel()), first))
+    return views
+
+
+def _pairwise(x: Any, y: Any) -> Matrix:
+    """|y - x| over the spread of x, for every two rows; NaN for a row of x that tells nothing."""
+    x, y = np.nan_to_num(x, posinf=0, neginf=0), np.nan_to_num(y, posinf=0, neginf=0)
+    scale = max(float(np.abs(x).max()), float(np.abs(y).max())) or 1.0
+    x, y = x / scale, y / scale
+    squares = (x**2).sum(1)[:, None] + (y**2).sum(1)[None, :] - 2 * (x @ y.T)
+    spread = np.linalg.norm(x - x.mean(1, keepdims=True), axis=1)
+    least = 1e-9 * np.abs(x).max(1) * math.sqrt(x.shape[1])
+    telling = (spread > least) & (np.array([len(np.unique(row)) for row in x]) > _DISTINCT)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        error = np.sqrt(np.maximum(squares, 0)) / spread[:, None]
+    return np.where(telling[:, None], error, np.nan).astype(np.float32)
+
+
+def _moment_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
+    """How far mean, std, min, max and absmax are apart at most; NaN for constants and scalars."""
+    x, y = (np.array([_moments(record) for record in side]) for side in (ours, theirs))
+    error = np.zeros((len(ours), len(theirs)))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for column, unit in ((0, 1), (1, 1), (2, 4), (3, 4), (4, 4)):
+            apart = np.abs(x[:, column][:, None] - y[:, column][None, :])
+            error = np.maximum(error, apart / x[:, unit][:, None])
+    return error.astype(np.float32)
+
+
+def _moments(record: Record | None) -> tuple[float, ...]:
+    found = None if record is None else record.summary
+    if found is None or found.count <= _DISTINCT or not found.std > 1e-9 * found.absmax:
+        return (math.nan,) * 5
+    return found.mean, found.std, found.min, found.max, found.absmax
+
+
+def _first_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
+    found = np.full((len(ours), len(theirs)), np.nan, dtype=np.float32)
+    left, right = _first_values(ours), _first_values(theirs)
+    for length in left.keys() & right.keys():
+        (rows, x), (columns, y) = left[length], right[length]
+        found[np.ix_(rows, columns)] = _pairwise(x, y)
+    return found
+
+
+def _first_values(records: Sequence[Record | None]) -> dict[int, tuple[list[int], Any]]:
+    groups: dict[int, tuple[list[int], list[tuple[float, ...]]]] = {}
+    for number, record in enumerate(records):
+        first = () if record is None else record.summary.first
+        if len(first) > _DISTINCT:
+            rows, values = groups.setdefault(len(first), ([], []))
+            rows.append(number)
+            values.append(first)
+    return {length: (rows, np.array(values)) for length, (rows, values) in groups.items()}

@@ -1,0 +1,370 @@
+"""Pairs of layers that names do not give: by what they hold, what they are, and where they stand.
+
+Two sequences are matched in order, between the pairs that are sure already. Values decide first,
+and where they decided, the row says `content`. What stands between such pairs and is of one type
+and shape is paired too, as `structure`: a layer that diverged holds other values, that is the
+point. Nothing is forced: where too little fits, layers stay alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..recording.reader import Layer, Record, Recording
+from ..recording.schema import Port
+from .paths import best_path, gaps, table
+from .sketch import Matrix, content_errors
+
+__all__ = ["by_structure", "shape_likeness", "type_likeness"]
+
+_PORTS: tuple[Port, ...] = ("output", "grad_output", "grad_input", "input")
+_MOST_CELLS = 16_000_000
+_ALIKE = 0.5  # of the spread: more is another tensor
+_CLOSE = 0.1
+_NEAR = 0.3
+
+# Words that different authors use for the same part of a model.
+_SYNONYMS = {
+    "attn": "attention",
+    "selfattention": "attention",
+    "mha": "attention",
+    "ff": "mlp",
+    "ffn": "mlp",
+    "feedforward": "mlp",
+    "feed": "mlp",
+    "forward": "mlp",
+    "block": "layer",
+    "emb": "embedding",
+    "embed": "embedding",
+    "embeddings": "embedding",
+    "ln": "norm",
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "batchnorm": "norm",
+    "act": "activation",
+    "swish": "silu",
+    "fc": "linear",
+    "proj": "linear",
+    "dense": "linear",
+    "projection": "linear",
+}
+_CLASSES = {"Conv1D": "Linear"}  # what transformers calls a linear layer with its weight transposed
+# Words that say nothing about what a layer does.
+_FILLER = {"new", "fast", "quantized", "quant", "dynamic", "fused", "int8", "fp8", "activation"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _words(type_name: str) -> frozenset[str]:
+    plain = _class(type_name)
+    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+", plain)
+    words = {_SYNONYMS.get(part.lower(), part.lower()) for part in parts}
+    if "norm" in words:
+        words.discard("layer")
+    return frozenset(words - _FILLER or words)
+
+
+def _class(type_name: str) -> str:
+    plain = type_name.rsplit(".", 1)[-1]
+    return _CLASSES.get(plain, plain)
+
+
+@functools.lru_cache(maxsize=65536)
+def type_likeness(ours: str, theirs: str) -> float:
+    """From 0, different things, to 1, the same class; an unknown type is half alike to all."""
+    if not ours or not theirs:
+        return 0.5
+    if _class(ours) == _class(theirs):
+        return 1.0
+    left, right = _words(ours), _words(theirs)
+    if left <= right or right <= left:
+        return 0.8
+    shared = left & right
+    return 0.5 * len(shared) / min(len(left), len(right)) if shared else 0.0
+
+
+@functools.lru_cache(maxsize=65536)
+def shape_likeness(ours: tuple[int, ...] | None, theirs: tuple[int, ...] | None) -> float:
+    """1 for equal shapes, less for those that a layout, a batch or padding may explain, else 0."""
+    if ours is None or theirs is None:
+        return 0.5
+    if ours == theirs:
+        return 1.0
+    left, right = ([n for n in shape if n != 1] for shape in (ours, theirs))
+    if sorted(left) == sorted(right):
+        return 0.9
+    if math.prod(left) == math.prod(right):
+        return 0.7 if set(left) & set(right) else 0.0
+    if len(ours) != len(theirs) or not ours:
+        return 0.0
+    differing = [i for i in range(len(ours)) if ours[i] != theirs[i]]
+    if differing == [0] and len(ours) > 1:
+        return 0.8
+    pairs = [(ours[i], theirs[i]) for i in differing if i]
+    padded = len(pairs) == 1 and 2 * max(pairs[0]) <= 3 * min(pairs[0])
+    return 0.6 if padded else 0.0
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The layers of one run that are still alone, by their place in the order of execution."""
+
+    places: list[int]
+    layers: list[Layer]
+    records: list[Record | None]
+    containers: list[bool]
+
+    def part(self, numbers: Sequence[int]) -> _Side:
+        return _Side(*([column[i] for i in numbers] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What speaks for every two lone layers; `errors` is infinite where the values say nothing."""
+
+    errors: Matrix
+    types: Matrix
+    shapes: Matrix
+    names: Matrix
+
+    @classmethod
+    def of(cls, ours: _Side, theirs: _Side) -> _Scores:
+        types = table(
+            [(layer.type, c) for layer, c in zip(ours.layers, ours.containers, strict=True)],
+            [(layer.type, c) for layer, c in zip(theirs.layers, theirs.containers, strict=True)],
+            _kind_likeness,
+        )
+        shapes = table(
+            [record and record.shape for record in ours.records],
+            [record and record.shape for record in theirs.records],
+            shape_likeness,
+        )
+        left, right = ([layer.name for layer in side.layers] for side in (ours, theirs))
+        tails = table([_tail(name) for name in left], [_tail(name) for name in right], _ratio)
+        blocks = table(
+            [_numbers(name) for name in left],
+            [_numbers(name) for name in right],
+            lambda a, b: float(a == b),
+        )
+        errors = content_errors(ours.records, theirs.records)
+        return cls(errors, types, shapes, ((tails + blocks) / 2).astype(np.float32))
+
+    def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Scores:
+        where = np.ix_(rows, columns)
+        return _Scores(*(matrix[where] for matrix in vars(self).values()))
+
+    def by_content(self) -> Matrix:
+        """Greater than 0 where two layers hold the same values and no other comes nearer."""
+        errors = self.errors
+        limit = 1.3 * np.minimum(
+            errors.min(axis=1, keepdims=True), errors.min(axis=0, keepdims=True)
+        )
+        alike = (errors < _ALIKE) & (errors <= limit + 1e-3) & (self.shapes > 0)
+        alike &= (self.types > 0) | (errors < _CLOSE)
+        score = 10 * (1 - np.where(alike, errors, 0)) + 3 * self.types + self.shapes + self.names
+        return np.where(alike, score, 0).astype(np.float32)
+
+    def by_structure(self) -> Matrix:
+        """Greater than 0 where two layers are of one type and of shapes that can be compared."""
+        fitting = (self.types >= 0.5) & (self.shapes > 0)
+        nearness = 1 - np.minimum(self.errors, 1)
+        score = 1 + self.types + self.shapes / 2 + self.names + nearness
+        return np.where(fitting, score, 0).astype(np.float32)
+
+
+def by_structure(
+    reference: Recording, candidate: Recording, pairs: Mapping[str, str]
+) -> dict[str, tuple[str, Literal["content", "structure"]]]:
+    """Pairs among the layers that `pairs` left alone, each with what decided."""
+    places = {name: place for place, name in enumerate(reference.layers)}
+    others = {name: place for place, name in enumerate(candidate.layers)}
+    known = {places[a]: others[b] for a, b in pairs.items() if a}  # every model has a root
+    taken = set(pairs.values())
+    port = _common_port(reference, candidate)
+    ours = _side(reference, [name for name in places if name not in pairs], places, port)
+    theirs = _side(candidate, [name for name in others if name not in taken], others, port)
+    found: dict[int, tuple[int, Literal["content", "structure"]]] = {}
+    for left, right in _windows(ours, theirs):
+        found.update(_match(left, right, known, pairs))
+    names, partners = reference.layers, candidate.layers
+    return {names[a]: (partners[b], how) for a, (b, how) in found.items()}
+
+
+def _match(
+    ours: _Side, theirs: _Side, known: Mapping[int, int], pairs: Mapping[str, str]
+) -> dict[int, tuple[int, Literal["content", "structure"]]]:
+    if not ours.places or not theirs.places:
+        return {}
+    scores = _Scores.of(ours, theirs)
+    rows = {place: i for i, place in enumerate(ours.places)}
+    columns = {place: j for j, place in enumerate(theirs.places)}
+    sure = dict(known)
+    content: dict[int, int] = {}
+    for left, right, _ in gaps(sure, rows, columns):
+        here = scores.part([rows[p] for p in left], [columns[p] for p in right])
+        content |= {left[i]: right[j] for i, j in best_path(here.by_content())}
+    content |= _out_of_order(scores, ours, theirs, content)
+    sure |= content
+    structure: dict[int, int] = {}
+    free = [place for place in ours.places if place not in content]
+    taken = set(content.values())
+    rest = [place for place in theirs.places if place not in taken]
+    for left, right, bounds in gaps(sure, free, rest):
+        here = scores.part([rows[p] for p in left], [columns[p] for p in right])
+        path = best_path(here.by_structure())
+        if _convincing(path, here, bounds):
+            structure |= {left[i]: right[j] for i, j in path}
+    all_pairs = {**content, **structure}
+    parents = dict(pairs) | {
+        ours.layers[rows[a]].name: theirs.layers[columns[b]].name for a, b in all_pairs.items()
+    }
+    structure |= _inside(scores, ours, theirs, all_pairs, parents)
+    return {
+        **{a: (b, "content") for a, b in content.items()},
+        **{a: (b, "structure") for a, b in structure.items()},
+    }
+
+
+def _convincing(path: Sequence[tuple[int, int]], here: _Scores, bounds: int) -> bool:
+    """Whether so many layers fit that they are the same part of the model."""
+    less, more = sorted(int(extent) for extent in here.types.shape)
+    if bounds == 2:
+        return len(path) >= 0.3 * less
+    if bounds:
+        return len(path) >= 0.6 * less and len(path) >= 0.3 * more
+    even = len([1 for i, j in path if here.shapes[i, j] >= 0.9])
+    return even >= 3 and even >= 0.8 * less and even >= 0.6 * more
+
+
+def _out_of_order(
+    scores: _Scores, ours: _Side, theirs: _Side, found: Mapping[int, int]
+) -> dict[int, int]:
+    """Layers that another implementation runs in another order: only where no doubt is left."""
+    taken = set(found.values())
+    rows = [i for i, place in enumerate(ours.places) if place not in found]
+    columns = [j for j, place in enumerate(theirs.places) if place not in taken]
+    if not rows or not columns:
+        return {}
+    here = scores.part(rows, columns)
+    close = (here.errors < _NEAR) & (here.types > 0) & (here.shapes > 0)
+    close &= here.errors <= here.errors.min(axis=1, keepdims=True)
+    close &= here.errors <= here.errors.min(axis=0, keepdims=True)
+    pairs: dict[int, int] = {}
+    for i, j in zip(*np.nonzero(close), strict=True):
+        # Paired layers count as rivals too: of twins, neither is the one.
+        row, column = rows[i], columns[j]
+        near, kind = 3 * here.errors[i, j] + 1e-3, here.types[i, j]
+        rivals = (scores.errors[row] <= near) & (scores.types[row] >= kind)
+        others = (scores.errors[:, column] <= near) & (scores.types[:, column] >= kind)
+        if rivals.sum() == 1 and others.sum() == 1:
+            pairs[ours.places[row]] = theirs.places[column]
+    return pairs
+
+
+def _inside(
+    scores: _Scores,
+    ours: _Side,
+    theirs: _Side,
+    found: Mapping[int, int],
+    parents: Mapping[str, str],
+) -> dict[int, int]:
+    """Layers inside two paired ones that are alone of their type and shape on both sides."""
+    taken = set(found.values())
+    rows = [i for i, place in enumerate(ours.places) if place not in found]
+    columns = [j for j, place in enumerate(theirs.places) if place not in taken]
+    back = {theirs: ours for ours, theirs in parents.items()}
+    within = [_ancestor(ours.layers[i].name, parents) for i in rows]
+    inside = [_ancestor(theirs.layers[j].name, back) for j in columns]
+    pairs: dict[int, int] = {}
+    for ancestor in set(within) - {""}:
+        left = [i for i, name in zip(rows, within, strict=True) if name == ancestor]
+        right = [j for j, name in zip(columns, inside, strict=True) if name == parents[ancestor]]
+        here = scores.part(left, right)
+        fits = (here.types >= 0.8) & (here.shapes >= 0.9)
+        for i, j in zip(*np.nonzero(fits), strict=True):
+            if fits[i].sum() == 1 and fits[:, j].sum() == 1:
+                pairs[ours.places[left[i]]] = theirs.places[right[j]]
+    return pairs
+
+
+def _ancestor(name: str, paired: Mapping[str, str]) -> str:
+    """The nearest layer around this one that has a partner; the root, if none has."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in paired:
+            break
+    return name
+
+
+def _windows(ours: _Side, theirs: _Side) -> Iterator[tuple[_Side, _Side]]:
+    """Both sides whole, or in as many parts as keep the matrices small."""
+    n, m = len(ours.places), len(theirs.places)
+    parts = math.ceil(math.sqrt(n * m / _MOST_CELLS)) or 1
+    for k in range(parts):
+        rows, columns = (range(k * length // parts, (k + 1) * length // parts) for length in (n, m))
+        yield ours.part(rows), theirs.part(columns)
+
+
+def _side(
+    recording: Recording, names: Sequence[str], places: Mapping[str, int], port: Port | None
+) -> _Side:
+    parents = _parents(recording.layers)
+    layers = [recording[name] for name in names]
+    return _Side(
+        [places[name] for name in names],
+        layers,
+        [_first_record(layer, port) for layer in layers],
+        [name in parents for name in names],
+    )
+
+
+def _parents(names: Sequence[str]) -> set[str]:
+    found = set()
+    for name in names:
+        while name:
+            name = name.rpartition(".")[0]
+            found.add(name)
+    return found
+
+
+def _common_port(reference: Recording, candidate: Recording) -> Port | None:
+    left, right = (
+        {site.port for segment in recording._segments for site in segment.sites}
+        for recording in (reference, candidate)
+    )
+    return next((port for port in _PORTS if port in left and port in right), None)
+
+
+def _first_record(layer: Layer, port: Port | None) -> Record | None:
+    return next((record for record in layer.records if record.port == port), None)
+
+
+def _kind_likeness(ours: tuple[str, bool], theirs: tuple[str, bool]) -> float:
+    """Types and whether a layer has others inside; authors call what they build as they like."""
+    likeness = type_likeness(ours[0], theirs[0])
+    if ours[1] and theirs[1]:
+        return max(likeness, 0.5)
+    return likeness if ours[1] == theirs[1] else 0.5 * likeness
+
+
+def _tail(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _numbers(name: str) -> tuple[str, ...]:
+    """The numbers in a name: which block it belongs to."""
+    return tuple(re.findall(r"\d+", name))
+
+
+@functools.lru_cache(maxsize=65536)
+def _ratio(left: str, right: str) -> float:
+    if left.isdigit() or right.isdigit():
+        return 0.3 if left == right else 0.0
+    return difflib.SequenceMatcher(None, left, right).ratio()
