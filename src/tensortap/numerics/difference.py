@@ -139,7 +139,7 @@ class Difference:
         place = None
         if shape is not None and s.max_abs_at >= 0:
             place = _unravel(int(s.max_abs_at) // parts, shape)
-        distance = _cosine_distance(s)
+        cosine, distance = _cosine(s)
         error = _over(s.d_l2, s.ref_l2)
         rmse = s.d_l2 / math.sqrt(s.finite) if s.finite else math.nan
         rel = _over(s.d_l2, math.hypot(s.ref_l2, s.cand_l2))
@@ -160,7 +160,7 @@ class Difference:
             relative_mae=_over(s.d_mae, s.ref_mae),
             max_relative=s.max_relative,
             mean_relative=s.mean_relative,
-            cosine=1.0 - distance,
+            cosine=cosine,
             cosine_distance=distance,
             correlation=_correlation(s),
             sqnr_db=_decibels(s),
@@ -406,15 +406,20 @@ def _over(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _cosine_distance(s: State) -> float:
-    """1 - cosine. For near vectors from d: (|d|² - (|c| - |r|)²) / (2 |r| |c|), in units of |r|."""
+def _cosine(s: State) -> tuple[float, float]:
+    """The cosine, and 1 minus it: each from what keeps its digits.
+
+    For near vectors 1 - cos = (|d|² - (|c| - |r|)²) / (2 |r| |c|), here in units of |r|.
+    """
     if not (s.ref_l2 and s.cand_l2):
-        return math.nan
+        return math.nan, math.nan
     share, ratio = s.d_l2 / s.ref_l2, s.cand_l2 / s.ref_l2
     if not share < 0.5:
-        return 1.0 - max(-1.0, min(1.0, s.cos_rc))
+        cosine = max(-1.0, min(1.0, s.cos_rc))
+        return cosine, 1.0 - cosine
     longer = share * (2 * s.cos_rd + share) / (ratio + 1)
-    return max(0.0, (share - longer) * (share + longer) / (2 * ratio))
+    distance = max(0.0, (share - longer) * (share + longer) / (2 * ratio))
+    return 1.0 - distance, distance
 
 
 def _correlation(s: State) -> float:

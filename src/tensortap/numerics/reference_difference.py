@@ -101,11 +101,17 @@ def _pieces(reference: torch.Tensor, candidate: torch.Tensor, limit: int) -> Ite
         one, two = plain(one), plain(two)
         if one.device != two.device or one.device.type == "mps":  # which has no float64
             one, two = one.cpu(), two.cpu()
-        same = one.dtype == two.dtype and torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+        same = one.dtype == two.dtype and torch.equal(_bytes(one), _bytes(two))
         parts = 2 if one.is_complex() or two.is_complex() else 1
         if parts == 2:
             one, two = _apart(one), _apart(two)
         yield _Piece(one, two, same, parts)
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    if flat.stride(0) != 1:  # a single element, of which any stride will do
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def _apart(flat: torch.Tensor) -> torch.Tensor:
@@ -219,18 +225,19 @@ def _side(values: torch.Tensor) -> _Side:
         mean = float(values.sum()) / n
         deviations = values - mean
         rest = float(deviations.sum()) / n  # what rounding the mean left over
-        mean, deviations = mean + rest, deviations - rest
-    std = math.sqrt(float((deviations * deviations).sum()) / n)
-    l2 = math.sqrt(float((values * values).sum()))
+        mean, deviations = mean + rest, deviations.sub_(rest)
+    std, l2 = _norm(deviations) / math.sqrt(n), _norm(values)
     mae = float(values.abs().sum()) / n
     return _Side(mean / scale, std / scale, l2 / scale, mae / scale, largest, values, deviations)
 
 
+def _norm(values: torch.Tensor) -> float:
+    return math.sqrt(float(torch.dot(values, values)))
+
+
 def _angle(one: torch.Tensor, two: torch.Tensor) -> float:
-    norms = [math.sqrt(float((side * side).sum())) for side in (one, two)]
-    if not all(norms):
-        return 0.0
-    return float((one / norms[0] * (two / norms[1])).sum())
+    norms = _norm(one), _norm(two)
+    return float(torch.dot(one, two)) / norms[0] / norms[1] if all(norms) else 0.0
 
 
 def _distances(finite: _Finite) -> torch.Tensor:
