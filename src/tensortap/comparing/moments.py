@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from ..recording.reader import Record
 if TYPE_CHECKING:
     from .transforms import Transform
 
-__all__ = ["Arrangement", "MomentPair", "by_moment", "by_samples"]
+__all__ = ["Arrangement", "MomentPair", "by_moment", "by_samples", "in_words"]
 
 _Key = tuple[int, int, int, int, int]  # rank, epoch, batch, call, and which of several
 _Rows = tuple[int, int]
@@ -65,6 +66,11 @@ class Arrangement:
     name: str
     pairs: tuple[MomentPair, ...]
     unpaired: tuple[str, ...]
+
+    @property
+    def elements(self) -> int:
+        """How much of the two runs is compared this way."""
+        return sum(math.prod(shape) for pair in self.pairs for shape in pair.shapes)
 
 
 def by_moment(ours: Sequence[Record], theirs: Sequence[Record]) -> Arrangement:
@@ -134,7 +140,7 @@ def _overlaps(
 def _left_over(records: Sequence[Record], used: int, side: str) -> Iterator[str]:
     for record in records:
         yield (
-            f"samples {used}..{record.shape[0] - 1} of {_words(_key(record))} only in the {side}"
+            f"{_range(used, record.shape[0])} of {_words(_key(record))} only in the {side}"
             if used
             else _only(_key(record), side)
         )
@@ -168,13 +174,18 @@ def _span(pair: MomentPair) -> str:
     if pair.candidate.shape[0] > size:
         rows, size = pair.candidate_samples, pair.candidate.shape[0]
     rows = rows or (0, size)
-    return f"samples {rows[0]}..{rows[1] - 1} of {size}"
+    return f"{_range(*rows)} of {size}"
+
+
+def _range(start: int, stop: int) -> str:
+    return f"samples {start}..{stop - 1}" if stop > start + 1 else f"sample {start}"
 
 
 def _sizes(records: Sequence[Record]) -> str:
     sizes = [record.shape[0] for record in records]
     what = "batch" if len(sizes) == 1 else "batches"
-    return f"{len(sizes)} {what} of {sizes[0] if len(set(sizes)) == 1 else 'several sizes'}"
+    each = str(sizes[0]) if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
+    return f"{len(sizes)} {what} of {each}"
 
 
 def _pair(
@@ -214,8 +225,17 @@ def _only(key: _Key, side: str) -> str:
 
 def _words(key: _Key) -> str:
     rank, epoch, batch, call, _ = key
-    where = f"epoch {epoch}, batch {batch}, call {call}"
+    where = in_words(epoch, batch, call)
     return f"rank {rank}, {where}" if rank else where
+
+
+def in_words(epoch: int, batch: int, call: int) -> str:
+    """A moment as one says it: the first epoch and the first call go without saying."""
+    words = [f"epoch {epoch}"] if epoch else []
+    words.append(f"batch {batch}")
+    if call:
+        words.append(f"call {call}")
+    return ", ".join(words)
 
 
 def _rows(tensor: torch.Tensor, rows: _Rows | None) -> torch.Tensor:

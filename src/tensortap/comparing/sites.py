@@ -14,8 +14,8 @@ import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
 from .align import LayerPair
-from .moments import Arrangement, MomentPair, by_moment, by_samples
-from .sketch import NONE, Agreement, compare_values, sample
+from .moments import Arrangement, MomentPair, by_moment, by_samples, in_words
+from .sketch import EXACT, NONE, Agreement, compare_values, sample
 from .transforms import Transform, layouts, reorderings
 
 __all__ = ["MomentPair", "SitePair", "SitePairer"]
@@ -231,16 +231,24 @@ def _agreement(arrangement: Arrangement, transform: Transform) -> Agreement:
 
 
 def _clearest(guesses: Sequence[_Guess]) -> _Guess | None:
-    """The guess that the values confirm: exactly, or clearly and better than any other."""
-    exact = [guess for guess in guesses if guess.agreement.exact]
-    if exact:
-        return next((guess for guess in exact if guess.agreement.telling), exact[0])
-    ranked = sorted(guesses, key=lambda guess: guess.agreement.error)
-    if not ranked or not ranked[0].agreement.clear or not ranked[0].agreement.telling:
+    """The guess that the values confirm; of several that they confirm, the one that covers most.
+
+    Where the values agree but roughly, another layout of the same moments must be clearly worse.
+    """
+    clear = [guess for guess in guesses if guess.agreement.clear]
+    clear = [guess for guess in clear if guess.agreement.telling] or clear
+    if not clear:
         return None
-    if len(ranked) > 1 and ranked[0].agreement.error > 0.7 * ranked[1].agreement.error:
-        return None
-    return ranked[0]
+    least = min(guess.agreement.error for guess in clear)
+    good = [guess for guess in clear if guess.agreement.error <= 2 * least + EXACT]
+    best = max(good, key=lambda guess: guess.arrangement.elements)
+    rivals = [
+        guess.agreement.error
+        for guess in guesses
+        if guess.arrangement is best.arrangement and guess is not best
+    ]
+    rough = best.agreement.error > 0.1
+    return None if rough and any(0.7 * e < best.agreement.error for e in rivals) else best
 
 
 def _made(arrangement: Arrangement, transform: Transform | None) -> SitePair:
@@ -289,7 +297,7 @@ def _lists(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 
 def _when(pair: MomentPair) -> str:
-    return f"epoch {pair.epoch}, batch {pair.batch}, call {pair.call}"
+    return in_words(pair.epoch, pair.batch, pair.call)
 
 
 def _sites(layer: Layer) -> dict[str, dict[str, list[Record]]]:
