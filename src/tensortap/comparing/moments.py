@@ -70,7 +70,7 @@ class Arrangement:
     @property
     def elements(self) -> int:
         """How much of the two runs is compared this way."""
-        return sum(math.prod(shape) for pair in self.pairs for shape in pair.shapes)
+        return sum(min(math.prod(shape) for shape in pair.shapes) for pair in self.pairs)
 
 
 def by_moment(ours: Sequence[Record], theirs: Sequence[Record]) -> Arrangement:
@@ -165,7 +165,9 @@ def _offsets(ours: Record, theirs: Record) -> Iterator[Arrangement]:
         pair = _pair(ours, theirs, rows, (0, short))
         if size < other:
             pair = _pair(ours, theirs, (0, short), rows)
-        yield Arrangement(f"samples from {start}", _span(pair), (pair,), ())
+        longer, side = (ours, "reference") if size > other else (theirs, "candidate")
+        rest = f"the other samples of {_words(_key(longer))} only in the {side}"
+        yield Arrangement(f"samples from {start}", _span(pair), (pair,), (rest,))
 
 
 def _span(pair: MomentPair) -> str:
