@@ -72,7 +72,12 @@ def test_sorting_puts_the_undefined_last(folder: Path) -> None:
     down = table.sorted_by("last_layer_mse", descending=True)
     assert up.modes[-1].mode == down.modes[-1].mode == "broken"
     assert [r.mode for r in up.modes[:-1]] == [r.mode for r in down.modes[:-1]][::-1]
-    with pytest.raises(OptionError, match="Sort by one of: "):
+    by_max = table.sorted_by("max_abs").modes
+    largest = [c["blocks.2"].difference for row in by_max if (c := row.comparison) is not None]
+    values = [found.max_abs for found in largest if found is not None]
+    assert len(values) == 3
+    assert values == sorted(values)
+    with pytest.raises(OptionError, match="Sort by a column"):
         table.sorted_by("colour")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ComparisonError, NotARecordingError, OptionError, TapError
+from ..numerics.difference import METRICS
 from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
 from ..recording.schema import MANIFEST
@@ -98,10 +99,14 @@ class Modes:
         raise KeyError(mode)
 
     def sorted_by(self, metric: str, descending: bool = False) -> Modes:
-        """The same table in another order; modes without the number stand last."""
-        if metric not in SORTABLE:
+        """The same table in another order; modes without the number stand last.
+
+        `metric` is a column, or any metric of a difference, which is then the last layer's.
+        """
+        if metric not in SORTABLE and metric not in METRICS:
             raise OptionError(
-                f"The modes cannot be sorted by {metric!r}. Sort by one of: {', '.join(SORTABLE)}."
+                f"The modes cannot be sorted by {metric!r}. Sort by a column ({', '.join(SORTABLE)}) "
+                f"or by a metric of the last layer ({', '.join(METRICS)})."
             )
         known = [row for row in self.modes if _key(row, metric) is not None]
         rest = [row for row in self.modes if _key(row, metric) is None]
@@ -307,13 +312,22 @@ def _worst_grade(ends: Sequence[LayerComparison]) -> str | None:
     return max(grades, key=_GRADES.index, default=None)
 
 
+def _layer(name: str) -> str:
+    return "" if name == name_of("") else name
+
+
 def _check_common(rows: Sequence[ModeRow]) -> None:
     if all(row.problem for row in rows):
         raise ComparisonError(f"No mode could be compared. {rows[0].mode}: {rows[0].problem}")
 
 
 def _key(row: ModeRow, metric: str) -> Any:
-    value = getattr(row, metric)
+    if metric in SORTABLE:
+        value = getattr(row, metric)
+    elif row.comparison is None or not row.last_layer:
+        value = None
+    else:
+        value = getattr(row.comparison[_layer(row.last_layer)].difference, metric, None)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
     return _GRADES.index(value) if metric == "grade" else value

@@ -301,6 +301,11 @@ class Comparison:
             _write(path, text)
         return text
 
+    def __rich__(self) -> Any:
+        from ..reporting.comparisons import comparison_table
+
+        return comparison_table(self)
+
     def __str__(self) -> str:
         from ..reporting.comparisons import comparison_text
 
