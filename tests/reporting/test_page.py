@@ -1,4 +1,4 @@
-"""The page and the notebook's table: whole, strict, quick, and deaf to hostile names."""
+"""The page and the notebook's table: whole, strict, small, and deaf to hostile names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import re
-import time
 from html.parser import HTMLParser
 from typing import Any
 
@@ -262,14 +261,13 @@ def test_state_is_in_the_head(rows: list[LayerComparison], state: str, title: st
     assert f"<title>{title} - tensortap</title>" in page
 
 
-def test_thousands_of_layers_stay_small_and_quick() -> None:
+def test_thousands_of_layers_stay_small() -> None:
     both = (part("input", histogram=False), part(histogram=False))
     rows = tuple(layer(f"model.layers.{n}.self_attn.q_proj", "within", *both) for n in range(3000))
     comparison = Comparison("a", "b", rows)
-    start = time.perf_counter()
     page = render_page(comparison)
-    assert time.perf_counter() - start < 20
-    assert len(page) < 12_000_000
+    assert len(blob(page)["layers"]) == 3000
+    assert len(page) < 9_000_000
 
 
 def test_notebook_is_a_plain_escaped_table() -> None:

@@ -1,12 +1,24 @@
 // Error against depth: a log axis, a band below it for what has no place on one.
 const chart = { places: [], marks: [], focus: 0 };
+const placed = (number) => number > 0 && Number.isFinite(number);
 const SMALL = { left: 58, right: 18, top: 26, bottom: 30, band: 20 };
 
-function decades(numbers) {
-  const logs = numbers.filter((number) => number > 0 && Number.isFinite(number)).map(Math.log10);
+// The ticks of a log axis around these numbers: decades, or 1, 2, 5 where there are few of them.
+function ticksOf(numbers) {
+  const logs = numbers.filter(placed).map(Math.log10);
   if (!logs.length) return null;
-  const low = Math.floor(Math.min(...logs)), high = Math.ceil(Math.max(...logs));
-  return high > low ? [low, high] : [low - 1, high + 1];
+  const low = logs.reduce((a, b) => Math.min(a, b)) - 0.05, high = logs.reduce((a, b) => Math.max(a, b)) + 0.05;
+  const steps = high - low < 1.6 ? [0, Math.log10(2), Math.log10(5)] : [0];
+  const each = Math.max(1, Math.ceil((high - low) / 7)), all = [];
+  for (let power = Math.floor(low / each) * each; power <= high + each; power += each) all.push(...steps.map((step) => power + step));
+  const from = all.findLastIndex((tick) => tick <= low), to = all.findIndex((tick) => tick >= high);
+  return all.slice(from, to + 1);
+}
+
+function tickText(tick) {
+  if (tick >= -3.01 && tick <= 3) return text(10 ** tick, 2);
+  const power = Math.floor(tick + 1e-9);
+  return `${Math.round(10 ** (tick - power))}e${power < 0 ? "−" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
 }
 
 function label(row) {
@@ -21,8 +33,9 @@ function label(row) {
 function floorLabel(floors, errors, x, y, foot) {
   let best = 0, most = -Infinity, above = false;
   floors.forEach((floor, at) => {
-    if (!(floor > 0 && Number.isFinite(floor)) || !(errors[at] > 0 && Number.isFinite(errors[at]))) return;
-    const gap = y(floor) - y(errors[at]), room = Math.abs(gap) - (at < 4 || at > rows.length - 5 ? 12 : 0);
+    if (!placed(floor) || !placed(errors[at])) return;
+    const gap = y(floor) - y(errors[at]), crowded = Math.min(at, rows.length - 1 - at, Math.abs(at - (data.first ?? -rows.length))) < rows.length / 25;
+    const room = Math.abs(gap) - (crowded ? 12 : 0);
     if (room > most) [best, most, above] = [at, room, gap < 0 || y(floor) + 14 > foot];
   });
   if (most < 22) return null; // too close to tell; the line below the chart says it
@@ -31,24 +44,22 @@ function floorLabel(floors, errors, x, y, foot) {
 }
 
 function drawChart() {
-  const svg = $("drawing"), width = svg.clientWidth || 900, height = svg.clientHeight || 290;
-  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const errors = rows.map(error), floors = rows.map((row) => value(main(row)?.floor));
-  const range = decades([...errors, ...floors]);
-  const placed = (number) => number > 0 && Number.isFinite(number);
+  const ticks = ticksOf([...errors, ...floors]), range = ticks && [ticks[0], ticks[ticks.length - 1]];
+  const svg = $("drawing");
+  svg.classList.toggle("flat", !range);
+  const width = svg.clientWidth || 900, height = svg.clientHeight || 290;
+  svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   const bands = [["identical", errors.some((number) => number === 0), "0"], ["none", errors.some((number) => number !== 0 && !placed(number)), "none"]].filter((band) => band[1]);
   const { left, right, top, bottom, band } = SMALL;
   const foot = height - bottom - (bands.length ? bands.length * band + 8 : 0); // where the log axis ends
   const x = (at) => left + 8 + ((width - left - right - 16) * (rows.length > 1 ? at / (rows.length - 1) : 0.5));
   const y = range && ((number) => foot - ((Math.log10(number) - range[0]) / (range[1] - range[0])) * (foot - top));
   const axis = draw("g", { class: "axis", "aria-hidden": "true" });
-  if (range) {
-    const step = Math.ceil((range[1] - range[0]) / 7);
-    for (let power = range[1]; power >= range[0]; power -= step) {
-      const at = Math.round(y(10 ** power)) + 0.5;
-      axis.append(draw("line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at }),
-        draw("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, power >= -3 && power <= 3 ? text(10 ** power) : "1e" + (power < 0 ? "−" : "+") + String(Math.abs(power)).padStart(2, "0")));
-    }
+  for (const tick of ticks || []) {
+    const at = Math.round(y(10 ** tick)) + 0.5;
+    axis.append(draw("line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at }),
+      draw("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, tickText(tick)));
   }
   const bandAt = {};
   bands.forEach(([name, , title], at) => {
@@ -142,9 +153,10 @@ function buildChart() {
     chart.marks[chart.focus].setAttribute("tabindex", "0");
     chart.marks[chart.focus].focus();
   });
-  const drawn = rows.some((row) => error(row) > 0 && Number.isFinite(error(row)));
-  const where = rows.filter((row) => !defined(error(row))).length;
-  $("key").textContent = drawn ? data.floor_words + (where ? " Layers without a relative error stand in the band “none”." : "") : "";
+  const words = [data.floor_words];
+  if (!rows.some((row) => placed(error(row)))) words.push("No layer has a relative error above zero.");
+  if (rows.some((row) => !Number.isFinite(error(row)))) words.push("Layers without a relative error stand in the band “none”.");
+  $("key").textContent = words.join(" ");
   let last = 0;
   new ResizeObserver(() => { if (svg.clientWidth !== last) { last = svg.clientWidth; drawChart(); } }).observe($("plot"));
 }

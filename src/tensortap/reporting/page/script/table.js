@@ -17,7 +17,6 @@ const worded = (name, title, say, get) => ({
 const ALL_COLUMNS = [
   { name: "order", title: "#", say: "order of execution", worst: "ascending", right: true, key: (row) => row.at, show: (row) => String(row.at + 1) },
   { ...worded("layer", "layer", "layer", (row) => row.layer), always: true },
-  { ...worded("candidate", "candidate layer", "the candidate's layer, where its name differs", (row) => row.candidate), mono: true },
   judged("verdict", "verdict", "verdict on the layer", (row) => row.verdict),
   worded("origin", "origin", "where a divergence was made", (row) => row.origin),
   judged("input", "input", "verdict on the layer's inputs", (row) => row.input),
@@ -31,6 +30,7 @@ const ALL_COLUMNS = [
   numbered("sqnr", "SQNR dB", "signal to noise, in decibels", "ascending", "sqnr_db"),
   { name: "grade", title: "grade", say: "grade by MSE", worst: "descending", key: (row) => rank(GRADES, main(row)?.grade), show: (row) => main(row)?.grade || "" },
   { ...worded("type", "type", "type of the layer", typeOf), wrap: true },
+  { ...worded("candidate", "candidate layer", "the candidate's layer, where its name differs", (row) => row.candidate), mono: true },
   worded("matched", "matched by", "how the two layers were paired", (row) => row.matched),
   { ...worded("transform", "transform", "what was done to make the shapes equal", (row) => main(row)?.transform), wrap: true },
   { ...worded("note", "note", "what else there is to say", (row) => row.note), wrap: true },
@@ -164,9 +164,9 @@ function clear() {
 }
 
 function buildTable() {
-  const widest = (name) => Math.max(...rows.map((row) => (row[name] || "").length), 8);
-  $("scroller").style.setProperty("--name", Math.min(widest("layer") * 7.3 + 34, 340) + "px");
-  $("scroller").style.setProperty("--other", Math.min(widest("candidate") * 7.3 + 20, 300) + "px");
+  const widest = (name) => rows.reduce((most, row) => Math.max(most, (row[name] || "").length), 8);
+  $("scroller").style.setProperty("--name", Math.min(widest("layer") * 7.3 + 34, 400) + "px");
+  $("scroller").style.setProperty("--other", Math.min(widest("candidate") * 7.3 + 20, 360) + "px");
   for (const column of COLUMNS) {
     const button = el("button", { type: "button", title: column.say, onclick: () => sortBy(column) }, column.title);
     const kind = [column.right && "n", column.name === "layer" && "name"].filter(Boolean).join(" ");
