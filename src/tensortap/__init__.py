@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Modes,
         Part,
         compare_modes,
+        register_metric,
     )
     from .comparing.compare import compare
     from .errors import TapError
@@ -60,6 +61,7 @@ _HOMES = {
     "difference": "numerics",
     "open": "recording",
     "record": "taps",
+    "register_metric": "comparing",
     "summarize": "numerics",
     "testing": "testing",
 }
@@ -87,6 +89,7 @@ __all__ = [
     "difference",
     "open",
     "record",
+    "register_metric",
     "summarize",
     "testing",
 ]

@@ -117,3 +117,11 @@ def test_a_reference_that_is_not_there(folder: Path, tmp_path: Path) -> None:
 def test_a_bad_option_is_no_row(folder: Path) -> None:
     with pytest.raises(OptionError, match="does not exist"):
         tap.compare_modes(folder, rules=[".*: colour < 1"])
+
+
+def test_a_notebook_shows_a_table_with_nothing_unescaped(folder: Path) -> None:
+    (folder / "off").rename(folder / "<b>off")
+    html = tap.compare_modes(folder)._repr_html_()
+    assert html.count("<tr>") == 4
+    assert "&lt;b&gt;off" in html
+    assert "<b>" not in html

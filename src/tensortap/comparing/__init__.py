@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..numerics import Difference, difference
 from .compare import compare
+from .metrics import register_metric
 from .modes import ModeRow, Modes, compare_modes
 from .results import Comparison, EnvironmentDifference, LayerComparison, Part
 
@@ -22,4 +23,5 @@ __all__ = [
     "compare",
     "compare_modes",
     "difference",
+    "register_metric",
 ]

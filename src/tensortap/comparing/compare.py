@@ -40,6 +40,7 @@ def compare(
     map: str | Sequence[str] = (),
     preset: str | None = None,
     truth: Run | None = None,
+    metrics: Sequence[str] = (),
     partial: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
@@ -49,8 +50,9 @@ def compare(
     the reference in the candidate's precision. `rules` (`REGEX: max_abs < 1e-2 and cosine > 0.99`)
     overrule everything but equal bits and NaN; `map` (`regex=>template`) pairs layers by hand;
     `preset` judges by the limits of the documents; `truth` is a run in higher precision that says
-    which side is nearer to it. `partial` takes recordings that were not closed or are damaged.
-    `progress` is told how many layers of how many are done.
+    which side is nearer to it. `metrics` adds some of `register_metric` to every row. `partial`
+    takes recordings that were not closed or are damaged. `progress` is told how many layers of
+    how many are done.
     """
     left, right = opened(reference, partial), opened(candidate, partial)
     chosen = preset_of(preset)
@@ -68,6 +70,7 @@ def compare(
         None if chosen is None else chosen.rule(),
         third,
         None if truth is None else Truth(left, opened(truth, partial), names),
+        tuple(metrics),
     )
     rows = []
     for number, pair in enumerate(pairs):
@@ -102,12 +105,14 @@ class _Work:
         preset: Rule | None,
         floor: Floor | None,
         truth: Truth | None,
+        metrics: tuple[str, ...],
     ) -> None:
         self.pairer = pairer
         self.rules = rules
         self.preset = preset
         self.floor = floor
         self.truth = truth
+        self.metrics = metrics
         self.precisions = (precision_of(reference), precision_of(candidate))
         self._blocks = reference.manifest.structure.blocks
         self._positions = {name: number for number, name in enumerate(reference.layers)}
@@ -147,7 +152,8 @@ class _Work:
         if self.floor is not None and not is_identical(measured):
             here = self.floor.here(layer.name, site.port, site.leaf)
         judged = [self._judge(layer.name, moment, here, depth) for moment in measured.moments]
-        return compared_part(measured, judged, self._nearer(layer, site, measured))
+        nearer = self._nearer(layer, site, measured)
+        return compared_part(measured, judged, nearer, self.metrics)
 
     def _judge(
         self, layer: str, moment: MomentMeasurement, here: FloorHere | None, depth: int

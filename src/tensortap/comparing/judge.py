@@ -65,9 +65,9 @@ def judge(measured: MomentMeasurement, expected: Expectation) -> Judgement:
     if found.disagreeing:
         return _disagreeing(measured, found, floor, ratio)
     if expected.rule is not None:
-        return _by_rule(expected.rule, found, floor, ratio)
+        return _by_rule(expected.rule, measured, floor, ratio)
     if expected.preset is not None:
-        judged = _by_rule(expected.preset, found, floor, ratio)
+        judged = _by_rule(expected.preset, measured, floor, ratio)
     elif found.mismatched == 0:
         return Judgement("within", _in_tolerance(found), floor, ratio)
     else:
@@ -106,16 +106,22 @@ def _against_floor(found: Difference, expected: Expectation) -> tuple[float | No
     return floor, found.rmse / size / floor
 
 
-def _by_rule(rule: Rule, found: Difference, floor: float | None, ratio: float | None) -> Judgement:
-    values = _values(found, ratio)
+def _by_rule(
+    rule: Rule, measured: MomentMeasurement, floor: float | None, ratio: float | None
+) -> Judgement:
+    values = _values(rule, measured, ratio)
     if rule.holds(values):
         return Judgement("within", f"fulfils {rule.text}", floor, ratio)
     return Judgement("diverged", f"{rule.failing(values)} of {rule.text}", floor, ratio)
 
 
-def _values(found: Difference, ratio: float | None) -> Mapping[str, float]:
-    values = {name: _number(getattr(found, name)) for name in METRICS}
-    return {**values, "error": found.error, "floor_ratio": math.nan if ratio is None else ratio}
+def _values(rule: Rule, measured: MomentMeasurement, ratio: float | None) -> Mapping[str, float]:
+    found = measured.difference
+    values = {"floor_ratio": math.nan if ratio is None else ratio}
+    for name in rule.metrics - set(values):
+        own = name in METRICS
+        values[name] = _number(getattr(found, name)) if own else measured.added(name)
+    return values
 
 
 def _number(value: object) -> float:

@@ -12,6 +12,7 @@ import torch
 from ..numerics.difference import Difference, difference, difference_of
 from ..numerics.profile import Profile, profile
 from ..numerics.summary import Summary
+from .metrics import evaluate
 from .results import Moment
 from .sites import MomentPair, SitePair
 
@@ -37,6 +38,12 @@ class MomentMeasurement:
     def rmse(self) -> float:
         """The error in the tensor's own units; NaN without tensors."""
         return self.difference.rmse if self.difference is not None else math.nan
+
+    def added(self, metric: str) -> float:
+        """A metric that is not of a difference; reads the tensors once more."""
+        if self.difference is None:
+            return math.nan
+        return evaluate(metric, *self._pair.tensors(self._site.transform))
 
     def profile(self) -> Profile | None:
         """Errors by token and by channel; reads the tensors once more."""

@@ -8,11 +8,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..errors import ComparisonError, NotARecordingError, OptionError, TapError
 from ..numerics.difference import METRICS
+from ..recording.html import table
 from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
 from ..recording.schema import MANIFEST
@@ -105,8 +107,8 @@ class Modes:
         """
         if metric not in SORTABLE and metric not in METRICS:
             raise OptionError(
-                f"The modes cannot be sorted by {metric!r}. Sort by a column ({', '.join(SORTABLE)}) "
-                f"or by a metric of the last layer ({', '.join(METRICS)})."
+                f"The modes cannot be sorted by {metric!r}. Sort by a column "
+                f"({', '.join(SORTABLE)}) or by a metric of the last layer ({', '.join(METRICS)})."
             )
         known = [row for row in self.modes if _key(row, metric) is not None]
         rest = [row for row in self.modes if _key(row, metric) is None]
@@ -146,9 +148,11 @@ class Modes:
         return modes_text(self)
 
     def _repr_html_(self) -> str:
-        from ..reporting.page import modes_notebook
-
-        return modes_notebook(self)
+        columns = [*SORTABLE, "problem"]
+        rows = [[_cell(getattr(row, name)) for name in columns] for row in self.modes]
+        head = f"<p>{escape(f'All modes against {self.reference}')}</p>"
+        warnings = "".join(f"<p>{escape(text)}</p>" for text in self.warnings)
+        return head + warnings + table(columns, rows)
 
 
 def compare_modes(
@@ -319,6 +323,12 @@ def _layer(name: str) -> str:
 def _check_common(rows: Sequence[ModeRow]) -> None:
     if all(row.problem for row in rows):
         raise ComparisonError(f"No mode could be compared. {rows[0].mode}: {rows[0].problem}")
+
+
+def _cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _key(row: ModeRow, metric: str) -> Any:

@@ -81,7 +81,10 @@ def origin_of(verdict: Verdict, into: Verdict | None) -> Origin | None:
 
 
 def compared_part(
-    measured: SiteMeasurement, judged: Sequence[Judgement], nearer: str | None
+    measured: SiteMeasurement,
+    judged: Sequence[Judgement],
+    nearer: str | None,
+    metrics: Sequence[str] = (),
 ) -> Part:
     """A site in one: the worst moment speaks for all."""
     site = measured.site
@@ -122,6 +125,7 @@ def compared_part(
         max_abs_moment=measured.max_abs_moment,
         order=first.reference.order,
         nearer=nearer,
+        added=tuple((name, moment.added(name)) for name in metrics),
     )
 
 

@@ -93,6 +93,7 @@ class Part:
     max_abs_moment: Moment | None = None
     order: int = 0
     nearer: str | None = None
+    added: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -113,6 +114,7 @@ class Part:
             "worst_moment": None if self.worst_moment is None else list(self.worst_moment),
             "max_abs_moment": None if self.max_abs_moment is None else list(self.max_abs_moment),
             "nearer": self.nearer,
+            "added": {name: number(value) for name, value in self.added},
             "difference": None if self.difference is None else self.difference.to_dict(),
             "reference_summary": _summary(self.reference_summary),
             "candidate_summary": _summary(self.candidate_summary),

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import OptionError
-from ..numerics.difference import METRICS
+from .metrics import metric_names
 
-__all__ = ["METRIC_NAMES", "PRESETS", "Preset", "Rule", "parse_rules", "preset_of", "rule_for"]
+__all__ = ["PRESETS", "Preset", "Rule", "parse_rules", "preset_of", "rule_for"]
 
-# What a rule may speak of: the metrics of a difference, and what only a comparison knows.
-METRIC_NAMES: tuple[str, ...] = tuple(sorted({*METRICS, "error", "floor_ratio"}))
 _EXAMPLE = "'blocks\\..*: max_abs < 1e-2 and cosine > 0.99'"
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -52,6 +50,11 @@ class Rule:
     text: str
     pattern: re.Pattern[str]
     ways: tuple[tuple[Term, ...], ...]
+
+    @property
+    def metrics(self) -> frozenset[str]:
+        """The metrics that it names."""
+        return frozenset(term.metric for way in self.ways for term in way)
 
     def matches(self, layer: str) -> bool:
         return self.pattern.fullmatch(layer) is not None
@@ -114,12 +117,13 @@ def _term(part: str, text: str) -> Term:
             f"joined by 'and' or 'or', as {_EXAMPLE}."
         )
     metric, sign, limit = match.groups()
-    if metric not in METRIC_NAMES:
-        near = difflib.get_close_matches(metric, METRIC_NAMES, n=1)
+    known = metric_names()
+    if metric not in known:
+        near = difflib.get_close_matches(metric, known, n=1)
         hint = f"Did you mean {near[0]}? " if near else ""
         raise OptionError(
             f"The rule {text!r} names the metric {metric!r}, which does not exist. {hint}"
-            f"The metrics are: {', '.join(METRIC_NAMES)}."
+            f"The metrics are: {', '.join(known)}."
         )
     try:
         value = float(limit)
