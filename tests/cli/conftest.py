@@ -34,3 +34,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         main([*arguments, "--samples", "2", "--seq-len", "12"])
     assert not caught.value.code
     return path
+
+
+@pytest.fixture(scope="session")
+def modes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of recordings: the demo in fp32, bf16, with its bug, and fp32 of other inputs."""
+    folder = tmp_path_factory.mktemp("modes")
+    layers = [part for word in ("embedding", "blocks") for part in ("--layers", word)]
+    runs = {mode: ("--mode", mode) for mode in ("fp32", "bf16", "bug")}
+    runs["other"] = ("--mode", "fp32", "--seed", "1")
+    for name, options in runs.items():
+        arguments = ["record", "tensortap.demo:build", "-o", str(folder / name), *layers]
+        with pytest.raises(SystemExit) as caught:
+            main([*arguments, "--inputs", "--seq-len", "12", *options])
+        assert not caught.value.code
+    return folder
