@@ -84,6 +84,14 @@ def compare(
             help="A recording in higher precision: says which side is nearer to it.",
         ),
     ] = None,
+    metrics: Annotated[
+        MaybeList,
+        typer.Option(
+            "--metric",
+            metavar="NAME",
+            help="Add a metric that a package offers (entry points tensortap.metrics). Repeatable.",
+        ),
+    ] = None,
     html: Annotated[
         MaybePath, typer.Option("--html", metavar="FILE", help="Also write a page to look at.")
     ] = None,
@@ -113,6 +121,7 @@ def compare(
             map=maps or (),
             preset=preset,
             truth=truth,
+            metrics=metrics or (),
             partial=partial,
             progress=advance,
         )

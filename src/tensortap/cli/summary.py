@@ -32,8 +32,9 @@ def summary(
         typer.Option(
             "--sort",
             metavar="METRIC",
-            help="Sort by mode, first_layer_mse, first_layer_mae, last_layer_mse, last_layer_mae, "
-            "mean_correlation, grade, same, same_input or first_divergence.",
+            help="Sort by a column (mode, first_layer_mse, first_layer_mae, last_layer_mse, "
+            "last_layer_mae, mean_correlation, grade, same, same_input, first_divergence) or by any "
+            "metric of the last layer, as cosine.",
         ),
     ] = None,
     descending: Annotated[

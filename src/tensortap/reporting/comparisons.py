@@ -33,6 +33,7 @@ __all__ = [
     "print_modes",
 ]
 
+_GAP = 2  # between columns
 _NARROW = {"layer": 14, "candidate layer": 14, "note": 24}
 
 
@@ -94,8 +95,8 @@ def _needs(columns: Sequence[tuple[_Column, Sequence[str]]]) -> int:
     total = 0
     for column, cells in columns:
         widest = max((len(cell) for cell in (column.title, *cells)), default=0)
-        total += min(widest, _NARROW.get(column.title, widest)) + 1
-    return total - 1
+        total += min(widest, _NARROW.get(column.title, widest)) + _GAP
+    return total - _GAP
 
 
 def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
@@ -116,6 +117,7 @@ def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
         _Column("MSE", _metric("mse"), 9),
         _Column("cosine", _cosine, 5),
         _Column("error", lambda row: text.number(row.error, 4), 7),
+        *(_Column(name, _added(name), 7) for name in _added_names(rows)),
         _Column("× floor", _ratio, 1),
         _Column("grade", lambda row: row.grade or "-", 10, "left"),
         _Column("note", row_note, 6, "left"),
@@ -129,6 +131,19 @@ def _candidate_layer(row: LayerComparison) -> str:
 def _metric(name: str) -> Callable[[LayerComparison], str]:
     def cell(row: LayerComparison) -> str:
         return "-" if row.difference is None else text.number(getattr(row.difference, name), 4)
+
+    return cell
+
+
+def _added_names(rows: Sequence[LayerComparison]) -> list[str]:
+    """Metrics that somebody registered and asked for, in the order in which they were."""
+    mains = [row.main for row in rows]
+    return list(dict.fromkeys(name for part in mains if part for name, _ in part.added))
+
+
+def _added(name: str) -> Callable[[LayerComparison], str]:
+    def cell(row: LayerComparison) -> str:
+        return "-" if row.main is None else text.number(dict(row.main.added).get(name), 4)
 
     return cell
 

@@ -106,19 +106,20 @@ def _pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[np.nda
             at: Any = slice(start, start + step) if inner <= _CHUNK else start
             yield from _pieces(reference[at], candidate[at])
         return
-    a, b = _values(reference), _values(candidate)
-    if a.size != b.size:  # a complex side beside a real one
-        a, b = (v if v.size > u.size else np.stack([v, 0 * v], -1) for v, u in ((a, b), (b, a)))
+    mixed = reference.is_complex() != candidate.is_complex()
+    a, b = _values(reference, mixed), _values(candidate, mixed)
     with np.errstate(invalid="ignore", over="ignore"):
-        yield (b - a).reshape(-1)
+        yield b - a
 
 
-def _values(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+def _values(tensor: torch.Tensor, as_complex: bool) -> np.ndarray[Any, Any]:
+    """Flat float64 values; a complex tensor, or a real one beside it, as pairs of parts."""
     import torch
 
     from ..numerics.layout import plain
 
     tensor = plain(tensor)
+    tensor = tensor.to(torch.complex128) if as_complex else tensor
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     values: np.ndarray[Any, Any] = tensor.to(torch.float64).reshape(-1).numpy()
     return values
@@ -239,9 +240,9 @@ def _line(
     y = [r.error or 1.25 * bottom for r in rows]  # zero has no place on a log scale: at its foot
     line = [r.error or math.nan for r in rows]
     panel.plot(x, line, color=colour, linewidth=1.3, label=_safe(fit(candidate.name, 24)))
-    kinds = {"o": [], "X": [], "v": []}  # type: dict[str, list[int]]
-    for at, row in enumerate(rows):
-        kinds["X" if row.verdict == "diverged" else "v" if row.error == 0 else "o"].append(at)
+    kinds: dict[str, list[int]] = {"o": [], "X": [], "v": []}
+    for place, row in enumerate(rows):
+        kinds["X" if row.verdict == "diverged" else "v" if row.error == 0 else "o"].append(place)
     for kind, at in kinds.items():
         if not at:
             continue

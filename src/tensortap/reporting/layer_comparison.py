@@ -56,6 +56,10 @@ def layer_screen(
     screen.verdict(row, part)
     if part is not None and part.difference is not None:
         screen.elements(part, part.difference)
+    if part is not None and part.added:
+        screen.head("Added Metrics:")
+        for name, value in part.added:
+            screen.item(text.clean(name), f" {text.number(value, 6)}")
     screen.hints(row)
     screen.others(row, part)
     screen.rule()
