@@ -100,6 +100,8 @@ def test_tensors_against_a_floor_and_rules() -> None:
     assert_matches({"y": x}, {"y": x + other}, rules=r"\['y'\]: max_abs < 0.1")
     said = message({"y": x}, {"y": x + other}, rules=r"\['y'\]: max_abs < 0.01")
     assert "max_abs < 0.01 does not hold (got" in said
+    assert_matches({"y": x}, {"y": x + other}, floor={"y": x + noise}, rules=".*: floor_ratio < 3")
+    assert_matches({"y": x}, {"y": x + other}, rules=".*: error < 0.1 and mismatched > 0")
     assert_matches(x, x + other, preset="documents")
     assert "across devices" in message(x, x + 0.5, preset="device")
 

@@ -10,6 +10,7 @@ The sentences are torch.testing's, with the layer, port, leaf and moment beside 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,11 +20,12 @@ import torch
 
 from .comparing.compare import compare
 from .comparing.judge import AGAINST_FLOOR
+from .comparing.metrics import evaluate
 from .comparing.results import BAD, Comparison, LayerComparison, Part
-from .comparing.rules import METRIC_NAMES, Rule, parse_rules, preset_of, rule_for
+from .comparing.rules import Rule, parse_rules, preset_of, rule_for
 from .comparing.sentences import name_of
 from .errors import OptionError
-from .numerics.difference import Difference, difference
+from .numerics.difference import METRICS, Difference, difference
 from .recording.reader import Recording
 from .taps.leaves import flatten
 
@@ -206,41 +208,50 @@ def _tensor_sentences(
         shapes = f"{list(reference.shape)} != {list(candidate.shape)}"
         return [f"The values for attribute 'shape' do not match: {shapes}"]
     found = difference(reference, candidate, rtol=rtol, atol=atol)
-    why = _why(found, reference, floor, rule)
-    return [] if why is None else [*([why] if why else []), *sentences(found)]
-
-
-def _why(
-    found: Difference, reference: torch.Tensor, floor: torch.Tensor | None, rule: Rule | None
-) -> str | None:
-    """None for a match; else the reason, which is empty where the counts say it all."""
     if found.identical:
-        return None
+        return []
+    noise = None if floor is None else _noise(reference, floor)
     if found.disagreeing:
-        return f"{found.disagreeing} pairs disagree about NaN or Inf."
-    if rule is not None:
-        values = {name: _number(found, name) for name in METRIC_NAMES}
-        return None if rule.holds(values) else f"{rule.failing(values)} of {rule.text}."
-    if found.mismatched == 0:
-        return None
-    if floor is not None:
-        if floor.shape != reference.shape:
-            raise OptionError(
-                f"The floor has the shape {list(floor.shape)}, expected {list(reference.shape)}."
-            )
-        noise = difference(reference, floor, percentiles=False).rmse
-        if found.rmse <= AGAINST_FLOOR * noise:
-            return None
-        return (
-            f"The error {found.rmse:.3g} (RMS) is more than {AGAINST_FLOOR:g} times the floor's "
-            f"{noise:.3g}."
+        why = f"{found.disagreeing} pairs disagree about NaN or Inf."
+    elif rule is not None:
+        values = {name: _value(name, found, reference, candidate, noise) for name in rule.metrics}
+        if rule.holds(values):
+            return []
+        why = f"{rule.failing(values)} of {rule.text}."
+    elif found.mismatched == 0:
+        return []
+    elif noise is None:
+        return sentences(found)
+    elif found.rmse <= AGAINST_FLOOR * noise:
+        return []
+    else:
+        limit = f"{AGAINST_FLOOR:g} times the floor's {noise:.3g}"
+        why = f"The error {found.rmse:.3g} (RMS) is more than {limit}."
+    return [why, *sentences(found)]
+
+
+def _noise(reference: torch.Tensor, floor: torch.Tensor) -> float:
+    if floor.shape != reference.shape:
+        raise OptionError(
+            f"The floor has the shape {list(floor.shape)}, expected {list(reference.shape)}."
         )
-    return ""
+    return difference(reference, floor, percentiles=False).rmse
 
 
-def _number(found: Difference, name: str) -> float:
-    value = getattr(found, name, None)
-    return float(value) if isinstance(value, int | float) else float("nan")
+def _value(
+    name: str,
+    found: Difference,
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    noise: float | None,
+) -> float:
+    """What a rule's metric is here; NaN where it is undefined."""
+    if name == "floor_ratio":
+        return found.rmse / noise if noise else math.nan
+    if name not in METRICS:
+        return evaluate(name, reference, candidate)
+    value = getattr(found, name)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def sentences(found: Difference) -> list[str]:
