@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..recording.reader import Layer, Recording
 from .names import by_map, by_name, by_normalised_name
 from .sketch import content_errors
-from .structure import by_structure, shape_likeness
+from .structure import by_structure, shape_likeness, type_likeness
 
 __all__ = ["LayerPair", "align"]
 
@@ -68,33 +68,36 @@ def _pairs(
         return {name: recording[name].type for name in names}
 
     take(by_map(maps, reference, candidate), "map")
-    take(_but_root(by_name(reference, candidate, free(), others()), reference, candidate), "name")
+    named = by_name(reference, candidate, free(), others())
+    doubtful = {name for name in named if _says_little(name, named[name], reference, candidate)}
+    take({ours: theirs for ours, theirs in named.items() if ours not in doubtful}, "name")
     left, right = free(), others()
     if left and right:
         agree = _Agree(reference, candidate)
         normal = by_normalised_name(types(reference, left), types(candidate, right), agree)
-        take({a: b for a, b in normal.items() if a or b}, "normalised")
-    left, right = free(), others()
-    if "" in left and "" in right and _root_fits(reference, candidate):
+        take(normal, "normalised")
+    if "" in free() and "" in others() and _root_fits(reference, candidate):
         take({"": ""}, "name")
     left, right = free(), others()
     if left and right and (wanted is None or wanted & set(left)):
         sure = {ours: theirs for ours, (theirs, _) in found.items()}
         found.update(by_structure(reference, candidate, sure))
+    left, right = free(), others()
+    take({name: name for name in doubtful if name and name in left and name in right}, "name")
     return found
 
 
-def _but_root(
-    pairs: Mapping[str, str], reference: Recording, candidate: Recording
-) -> dict[str, str]:
-    """Without the root, when the two roots are of different types.
+def _says_little(ours: str, theirs: str, reference: Recording, candidate: Recording) -> bool:
+    """Whether an equal name is no reason to pair two layers of different types.
 
-    Every model has a root, so that its name says nothing: a bare model's is what a model with a
-    head calls `model`.
+    Every model has a root: a bare model's is what a model with a head calls `model`. A number is a
+    position, which moves when a layer is put in before it.
     """
-    if "" not in pairs or reference[""].type == candidate[""].type:
-        return dict(pairs)
-    return {ours: theirs for ours, theirs in pairs.items() if ours}
+    left, right = reference[ours].type, candidate[theirs].type
+    if not ours and not theirs:
+        return left != right
+    number = ours == theirs and ours.rsplit(".", 1)[-1].isdigit()
+    return number and type_likeness(left, right) == 0
 
 
 def _root_fits(reference: Recording, candidate: Recording) -> bool:

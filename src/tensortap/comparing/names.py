@@ -170,6 +170,7 @@ def by_name(
     reference: Recording, candidate: Recording, free: Collection[str], others: Collection[str]
 ) -> dict[str, str]:
     """Equal names, then a user's alias on one side or both."""
+    free, others = dict.fromkeys(free), dict.fromkeys(others)
     found = {name: name for name in free if name in others}
     taken = set(found.values())
     names = {alias: layer for alias, layer in candidate.aliases.items() if layer in others}
@@ -215,6 +216,8 @@ def by_normalised_name(
     """
     ours, theirs = _by_plain_name(free), _by_plain_name(others)
     found = _match(ours, theirs, free, others, lambda name: name)
+    # Equal names were looked at before, and left alone for a reason.
+    found = {layer: partner for layer, partner in found.items() if layer != partner}
     for _ in range(4):  # a prefix within a prefix, or one on either side
         left = {n: layers for n, layers in ours.items() if not found.keys() & set(layers)}
         taken = set(found.values())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .sketch import Matrix
+__all__ = ["Matrix", "best_path", "equal", "gaps", "rising", "table"]
 
-__all__ = ["best_path", "gaps", "rising", "table"]
-
+Matrix = np.ndarray[Any, np.dtype[np.float32]]
 _T = TypeVar("_T", bound=Hashable)
 
 
@@ -23,6 +22,16 @@ def table(ours: Sequence[_T], theirs: Sequence[_T], likeness: Callable[[_T, _T],
     columns = {item: i for i, item in enumerate(right)}
     found: Matrix = small[np.ix_([rows[a] for a in ours], [columns[b] for b in theirs])]
     return found
+
+
+def equal(ours: Sequence[object], theirs: Sequence[object]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Where two things are the same."""
+    codes: dict[object, int] = {}
+    left, right = (
+        np.array([codes.setdefault(item, len(codes)) for item in side], dtype=np.int64)
+        for side in (ours, theirs)
+    )
+    return np.asarray(left[:, None] == right[None, :])
 
 
 def best_path(scores: Matrix, bonus: float = 0.25) -> list[tuple[int, int]]:

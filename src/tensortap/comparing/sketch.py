@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import DamagedError
 from ..numerics.layout import plain
 from ..recording.reader import Record
+from .paths import Matrix, equal
 
 __all__ = [
     "EXACT",
     "NONE",
     "Agreement",
-    "Matrix",
     "agreement",
     "compare_values",
     "content_errors",
@@ -34,7 +35,6 @@ EXACT = 1e-3
 _SMALL = 256
 _DISTINCT = 3
 _Key = tuple[object, ...]
-Matrix = np.ndarray[Any, np.dtype[np.float32]]
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -145,8 +145,8 @@ def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None
     the summaries must do: their moments, which know no order, and the first values.
     """
     moments, first = _moment_errors(ours, theirs), _first_errors(ours, theirs)
-    shape = _equal([r and r.shape for r in ours], [r and r.shape for r in theirs])
-    counts = _equal(
+    shape = equal([r and r.shape for r in ours], [r and r.shape for r in theirs])
+    counts = equal(
         [r and math.prod(r.shape) for r in ours], [r and math.prod(r.shape) for r in theirs]
     )
     # Few layers share all moments within 5 %, but norms come near it: first values must agree too.
@@ -156,15 +156,6 @@ def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None
     # Moments that are equal to many digits are the same values in another order.
     found = np.where(np.isnan(values) | (moments < 1e-4), np.fmin(found, values), values)
     return np.where(np.isnan(found), np.inf, found).astype(np.float32)
-
-
-def _equal(ours: Sequence[object], theirs: Sequence[object]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    codes: dict[object, int] = {}
-    left, right = (
-        np.array([codes.setdefault(item, len(codes)) for item in side], dtype=np.int64)
-        for side in (ours, theirs)
-    )
-    return np.asarray(left[:, None] == right[None, :])
 
 
 def _value_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
@@ -183,7 +174,10 @@ def _grouped(records: Sequence[Record | None]) -> dict[_Key, tuple[list[int], An
     for number, record in enumerate(records):
         if record is None or not record.stored or 0 in record.shape:
             continue
-        tensor = record.tensor()
+        try:
+            tensor = record.tensor()
+        except DamagedError:  # a partial recording: what is lost pairs by other means
+            continue
         for key, view in _sketched(tensor):
             rows, values = groups.setdefault(key, ([], []))
             rows.append(number)

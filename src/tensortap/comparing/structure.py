@@ -20,8 +20,9 @@ import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
 from ..recording.schema import Port
-from .paths import best_path, gaps, table
-from .sketch import Matrix, content_errors
+from .names import normalised
+from .paths import Matrix, best_path, equal, gaps, table
+from .sketch import content_errors
 
 __all__ = ["by_structure", "shape_likeness", "type_likeness"]
 
@@ -30,6 +31,7 @@ _MOST_CELLS = 16_000_000
 _ALIKE = 0.5  # of the spread: more is another tensor
 _CLOSE = 0.1
 _NEAR = 0.3
+_SAME = 0.02
 
 # Words that different authors use for the same part of a model.
 _SYNONYMS = {
@@ -127,12 +129,18 @@ class _Side:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What speaks for every two lone layers; `errors` is infinite where the values say nothing."""
+    """What speaks for every two lone layers; `errors` is infinite where the values say nothing.
+
+    `indices` is 0 where both names say which block they are in and differ in it, `places` where
+    they differ in nothing but numbers: those are two layers of one scheme of names.
+    """
 
     errors: Matrix
     types: Matrix
     shapes: Matrix
     names: Matrix
+    indices: Matrix
+    places: Matrix
 
     @classmethod
     def of(cls, ours: _Side, theirs: _Side) -> _Scores:
@@ -148,13 +156,13 @@ class _Scores:
         )
         left, right = ([layer.name for layer in side.layers] for side in (ours, theirs))
         tails = table([_tail(name) for name in left], [_tail(name) for name in right], _ratio)
-        blocks = table(
-            [_numbers(name) for name in left],
-            [_numbers(name) for name in right],
-            lambda a, b: float(a == b),
-        )
+        blocks, others = [_index(name) for name in left], [_index(name) for name in right]
+        names = ((tails + equal(blocks, others)) / 2).astype(np.float32)
+        schemes = equal([_scheme(name) for name in left], [_scheme(name) for name in right])
+        places = (~schemes | equal(left, right)).astype(np.float32)
+        indices = table(blocks, others, _fit)
         errors = content_errors(ours.records, theirs.records)
-        return cls(errors, types, shapes, ((tails + blocks) / 2).astype(np.float32))
+        return cls(errors, types, shapes, names, indices, places)
 
     def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Scores:
         where = np.ix_(rows, columns)
@@ -167,13 +175,14 @@ class _Scores:
             errors.min(axis=1, keepdims=True), errors.min(axis=0, keepdims=True)
         )
         alike = (errors < _ALIKE) & (errors <= limit + 1e-3) & (self.shapes > 0)
-        alike &= (self.types > 0) | (errors < _CLOSE)
+        alike &= ((self.types > 0) & (self.indices > 0)) | (errors < _CLOSE)
+        alike &= (self.places > 0) | (errors < _SAME)
         score = 10 * (1 - np.where(alike, errors, 0)) + 3 * self.types + self.shapes + self.names
         return np.where(alike, score, 0).astype(np.float32)
 
     def by_structure(self) -> Matrix:
         """Greater than 0 where two layers are of one type and of shapes that can be compared."""
-        fitting = (self.types >= 0.5) & (self.shapes > 0)
+        fitting = (self.types >= 0.5) & (self.shapes > 0) & (self.places > 0)
         nearness = 1 - np.minimum(self.errors, 1)
         score = 1 + self.types + self.shapes / 2 + self.names + nearness
         return np.where(fitting, score, 0).astype(np.float32)
@@ -254,6 +263,7 @@ def _out_of_order(
         return {}
     here = scores.part(rows, columns)
     close = (here.errors < _NEAR) & (here.types > 0) & (here.shapes > 0)
+    close &= (here.places > 0) | (here.errors < _SAME)
     close &= here.errors <= here.errors.min(axis=1, keepdims=True)
     close &= here.errors <= here.errors.min(axis=0, keepdims=True)
     pairs: dict[int, int] = {}
@@ -287,7 +297,7 @@ def _inside(
         left = [i for i, name in zip(rows, within, strict=True) if name == ancestor]
         right = [j for j, name in zip(columns, inside, strict=True) if name == parents[ancestor]]
         here = scores.part(left, right)
-        fits = (here.types >= 0.8) & (here.shapes >= 0.9)
+        fits = (here.types >= 0.8) & (here.shapes >= 0.9) & (here.places > 0)
         for i, j in zip(*np.nonzero(fits), strict=True):
             if fits[i].sum() == 1 and fits[:, j].sum() == 1:
                 pairs[ours.places[left[i]]] = theirs.places[right[j]]
@@ -358,9 +368,17 @@ def _tail(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _numbers(name: str) -> tuple[str, ...]:
-    """The numbers in a name: which block it belongs to."""
-    return tuple(re.findall(r"\d+", name))
+def _index(name: str) -> str:
+    """The first number among a name's parts: which block it belongs to."""
+    return next((part for part in name.split(".") if part.isdigit()), "")
+
+
+def _fit(ours: str, theirs: str) -> float:
+    return float(not ours or not theirs or ours == theirs)
+
+
+def _scheme(name: str) -> str:
+    return re.sub(r"\d+", "#", normalised(name))
 
 
 @functools.lru_cache(maxsize=65536)
