@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ WHOLE = [d for d in DTYPES if not (d.is_floating_point or d.is_complex)]  # inte
 try:
     from tensortap.numerics.native_difference import NativeDifference
 
-    ISAS: list[str] = list(core.isas()) if core is not None else []
+    ISAS: list[str] = list(core.isas()) if hasattr(core, "difference") else []
 except ImportError:
     ISAS = []
 BACKENDS: list[str] = ["reference", *ISAS]
@@ -81,10 +83,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return bytes(torch.cat([tensor.reshape(-1), tensor.new_empty(0)]).view(torch.uint8).tolist())
 
 
-def kind(value: float) -> str:
-    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-
-
 def as_float(value: Fraction) -> float:
     try:
         return float(value)
@@ -110,7 +108,7 @@ class Exact:
     whole: list[int]
     unit: int
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.whole)
 
@@ -122,7 +120,7 @@ class Exact:
     def mean_abs(self) -> Fraction:
         return Fraction(sum(map(abs, self.whole)), len(self.whole) * self.unit)
 
-    @property
+    @cached_property
     def squares(self) -> Fraction:
         return Fraction(sum(v * v for v in self.whole), self.unit**2)
 
@@ -130,6 +128,15 @@ class Exact:
     def top(self) -> float:
         return as_float(Fraction(max(map(abs, self.whole)), self.unit))
 
+    @property
+    def norm(self) -> float:
+        return root(self.squares)
+
+    @property
+    def std(self) -> float:
+        return root(self.centred.squares / len(self.whole))
+
+    @cached_property
     def centred(self) -> Exact:
         n, total = len(self.whole), self.total
         return Exact([n * v - total for v in self.whole], n * self.unit)
@@ -149,62 +156,28 @@ def exact_sides(finite: Sequence[tuple[float, float]]) -> tuple[Exact, Exact, Ex
     return Exact(r, unit), Exact(c, unit), Exact([b - a for a, b in zip(r, c, strict=True)], unit)
 
 
-def near(found: float, expected: float, scale: float, slack: float = 0.0) -> bool:
+class Bound(NamedTuple):
+    """A number, and how far a backend may be from it; NaN for what is undefined."""
+
+    value: float
+    within: float = 0.0
+
+    def holds(self, found: float) -> bool:
+        if math.isnan(self.value):
+            return math.isnan(found)
+        if math.isinf(self.value) or math.isinf(found):
+            # The last bits decide whether a number at the end of the range is infinite.
+            return found == self.value or min(abs(found), abs(self.value)) > 1.79769e308
+        return abs(found - self.value) <= self.within
+
+
+def bound(value: float, scale: float | None = None, slack: float = 0.0) -> Bound:
     """Within 1e-9 of the sum of absolute terms, and what rounding to subnormals may cost."""
-    if math.isinf(expected) or math.isinf(found):
-        # The last bits decide whether a number at the end of the range is infinite.
-        return found == expected or min(abs(found), abs(expected)) > 1.79769e308
-    return abs(found - expected) <= 1e-9 * abs(scale) + slack + 1e-322
+    scale = value if scale is None else scale
+    return Bound(value, 1e-9 * abs(scale) + slack + 1e-322)
 
 
-def subtract(reference: float, candidate: float) -> float:
-    """In float64; integers exactly, then rounded."""
-    return float(candidate - reference)
-
-
-def assert_defines(
-    found: Difference,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    *,
-    rtol: float | None = None,
-    atol: float | None = None,
-    percentiles: bool = True,
-) -> None:
-    """The difference is the one of these pairs, to within the bound of the design."""
-    values: list[tuple[float, float]] = []
-    mismatched = borderline = 0
-    for reference, candidate in pairs:
-        sides = numbers(reference, candidate), numbers(candidate, reference)
-        here = list(zip(*sides, strict=True))
-        values += here
-        sure, unsure = _mismatches(here, *_limits(reference, candidate, rtol, atol))
-        mismatched += sure
-        borderline += unsure
-    finite = [(r, c) for r, c in values if math.isfinite(r) and math.isfinite(c)]
-    odd = [(r, c) for r, c in values if not (math.isfinite(r) and math.isfinite(c))]
-    agreeing = sum(not math.isfinite(r) and _same_kind(r, c) for r, c in odd)
-    assert (found.count, found.finite) == (len(values), len(finite))
-    assert (found.agreeing, found.disagreeing) == (agreeing, len(odd) - agreeing)
-    assert mismatched <= found.mismatched <= mismatched + borderline
-    assert found.identical == all(
-        r.dtype == c.dtype and r.shape == c.shape and bytes_of(r) == bytes_of(c) for r, c in pairs
-    )
-    if not finite:
-        _assert_nothing(found)
-        return
-    _assert_largest(found, values)
-    _assert_moments(found, finite)
-    if percentiles:
-        _assert_percentiles(found, [abs(subtract(r, c)) for r, c in finite])
-    else:
-        assert found.percentiles is None and found.histogram is None
-        assert not found.percentiles_exact
-
-
-def _same_kind(r: float, c: float) -> bool:
-    return not math.isfinite(c) and kind(r) == kind(c)
-
-
+UNDEFINED = Bound(math.nan)
 TOLERANCES = {
     "float16": (1e-3, 1e-5),
     "bfloat16": (1.6e-2, 1e-5),
@@ -214,166 +187,199 @@ TOLERANCES = {
     "complex64": (1.3e-6, 1e-5),
     "complex128": (1e-7, 1e-7),
 }
+PERCENTS = (50, 90, 95, 99)
 
 
-def _limits(
+def subtract(reference: float, candidate: float) -> float:
+    """In float64; integers exactly, then rounded."""
+    return float(candidate - reference)
+
+
+def agree(r: float, c: float) -> bool:
+    return (math.isnan(r) and math.isnan(c)) or (math.isinf(r) and r == c)
+
+
+class Definition:
+    """What the difference of these pairs is, found out once and held against any backend's."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ) -> None:
+        self.values: list[tuple[float, float]] = []
+        self.mismatched = self.borderline = 0
+        for reference, candidate in pairs:
+            sides = numbers(reference, candidate), numbers(candidate, reference)
+            here = list(zip(*sides, strict=True))
+            self.values += here
+            self._count_mismatches(here, *limits_of(reference, candidate, rtol, atol))
+        self.finite = [(r, c) for r, c in self.values if math.isfinite(r) and math.isfinite(c)]
+        self.agreeing = sum(agree(r, c) for r, c in self.values)
+        self.identical = all(
+            r.dtype == c.dtype and r.shape == c.shape and bytes_of(r) == bytes_of(c)
+            for r, c in pairs
+        )
+        self.largest, self.largest_at = -1.0, -1
+        for place, (r, c) in enumerate(self.values):
+            if math.isfinite(r) and math.isfinite(c) and abs(subtract(r, c)) > self.largest:
+                self.largest, self.largest_at = abs(subtract(r, c)), place
+
+    def _count_mismatches(
+        self, values: Sequence[tuple[float, float]], rtol: float, atol: float
+    ) -> None:
+        for r, c in values:
+            if not (math.isfinite(r) and math.isfinite(c)):
+                self.mismatched += not agree(r, c)
+                continue
+            distance, limit = abs(subtract(r, c)), atol + rtol * abs(float(r))
+            if limit and abs(distance - limit) <= 1e-15 * limit:
+                self.borderline += 1  # on the limit to the last bits: either way will do
+            else:
+                self.mismatched += distance > limit
+
+    def check(self, found: Difference, *, percentiles: bool = True) -> None:
+        """To within the bound of the design; `percentiles` says whether they were asked for."""
+        odd = len(self.values) - len(self.finite) - self.agreeing
+        assert (found.count, found.finite) == (len(self.values), len(self.finite))
+        assert (found.agreeing, found.disagreeing) == (self.agreeing, odd)
+        assert self.mismatched <= found.mismatched <= self.mismatched + self.borderline
+        assert found.identical == self.identical
+        for name, expected in self.bounds.items():
+            assert expected.holds(getattr(found, name)), (name, getattr(found, name), expected)
+        if percentiles:
+            self._check_percentiles(found)
+        else:
+            assert found.percentiles is None and found.histogram is None
+            assert not found.percentiles_exact and math.isnan(found.p50)
+        if not self.finite:
+            assert found.max_abs_index is None and found.max_abs_pair is None
+            assert found.grade == found.correlation_grade == "undefined"
+            return
+        assert found.max_abs == self.largest and found.row.max_abs_at == self.largest_at
+        assert found.max_abs_pair == tuple(map(float, self.values[self.largest_at]))
+        for name, most in (("cosine", 1.0), ("correlation", 1.0), ("cosine_distance", 2.0)):
+            assert not abs(getattr(found, name)) > most, name
+        assert not found.cosine_distance < 0
+
+    def _check_percentiles(self, found: Difference) -> None:
+        """To the last bit what numpy makes of the float64 values; torch may round another way."""
+        assert found.percentiles is not None and found.histogram is not None
+        assert found.percentiles_exact and tuple(found.percentiles) == PERCENTS
+        for percent, (numpys, torchs) in self.percentiles.items():
+            value = found.percentiles[percent]
+            assert value == numpys or (math.isnan(value) and math.isnan(numpys)), percent
+            assert not abs(value - torchs) > 2 * EPS * value, percent
+        total = found.histogram.total
+        assert total == found.finite if found.finite <= 1 << 20 else total >= 1 << 18
+
+    @cached_property
+    def percentiles(self) -> dict[int, tuple[float, float]]:
+        if not self.finite:
+            return dict.fromkeys(PERCENTS, (math.nan, math.nan))
+        distances = np.array([abs(subtract(r, c)) for r, c in self.finite])
+        shares = torch.tensor(PERCENTS, dtype=torch.float64) / 100
+        found = torch.quantile(torch.from_numpy(distances), shares).tolist()
+        return dict(
+            zip(PERCENTS, zip(np.percentile(distances, PERCENTS), found, strict=True), strict=True)
+        )
+
+    @cached_property
+    def bounds(self) -> dict[str, Bound]:
+        """Every metric that is a sum, by exact arithmetic."""
+        if not self.finite:
+            names = "mean std mae max_abs mse rmse relative_mse relative_mae max_relative error rel"
+            more = "mean_relative cosine cosine_distance correlation sqnr_db p50 p90 p95 p99"
+            return dict.fromkeys(f"{names} {more}".split(), UNDEFINED)
+        r, c, d = exact_sides(self.finite)
+        mse = d.squares / len(self.finite)
+        result = {"mae": bound(as_float(d.mean_abs)), "rmse": bound(root(mse))}
+        if root(mse) > 1e-150:
+            result["mse"] = bound(as_float(mse))
+        for prefix, side in (("", d), ("reference_", r), ("candidate_", c)):
+            result[f"{prefix}mean"] = bound(as_float(side.mean), as_float(side.mean_abs))
+            # A mean in float64 is itself rounded; 1e11 standard deviations away that shows.
+            result[f"{prefix}std"] = bound(side.std, slack=4 * EPS * side.top)
+        return result | self._relatives(r, d) | _angles(r, c, d)
+
+    def _relatives(self, r: Exact, d: Exact) -> dict[str, Bound]:
+        each = [abs(subtract(a, b)) / (abs(float(a)) + 1e-8) for a, b in self.finite]
+        result = {
+            "max_relative": bound(max(each)),
+            "mean_relative": bound(math.fsum(v / len(each) for v in each)),
+        }
+        if not r.norm:
+            names = ("relative_mse", "relative_mae", "sqnr_db", "error")
+            return result | dict.fromkeys(names, UNDEFINED)
+        coarse = 1e-322 / r.norm  # norms among the subnormals hold few digits
+        error = root(d.squares / r.squares)
+        result["error"] = bound(error, slack=8 * coarse * max(1.0, error))
+        if error > 1e-150:
+            square = as_float(d.squares / r.squares)
+            result["relative_mse"] = bound(square, slack=16 * coarse * max(1.0, square))
+        mae = as_float(d.mean_abs / r.mean_abs)
+        result["relative_mae"] = bound(mae, slack=8 * len(each) * coarse * max(1.0, mae))
+        if not d.norm:
+            result["sqnr_db"] = Bound(math.inf)
+        elif min(r.norm, d.norm) > 1e-300:
+            decibels = 20 * math.log10(r.norm) - 20 * math.log10(d.norm)
+            result["sqnr_db"] = Bound(decibels, 1e-8 * max(1.0, abs(decibels)))
+        return result
+
+
+def _angles(r: Exact, c: Exact, d: Exact) -> dict[str, Bound]:
+    result = {"rel": UNDEFINED, "cosine": UNDEFINED, "cosine_distance": UNDEFINED}
+    both, norms = r.squares + c.squares, r.squares * c.squares
+    if both:
+        result["rel"] = bound(as_float(d.squares / both), slack=1e-321 / root(both))
+    if norms and min(r.norm, c.norm) < 1e-300:
+        del result["cosine"], result["cosine_distance"]
+    elif norms:
+        cosine, terms = _cosine(r, c)
+        result["cosine"] = Bound(cosine, 1e-9 * terms + 1e-300)
+        distance = 1 - cosine
+        if cosine > 0:  # 1 - cos = (1 - cos²) / (1 + cos), of which the numerator is exact here
+            distance = as_float(1 - r.dot(c)[0] ** 2 / norms) / (1 + cosine)
+        result["cosine_distance"] = Bound(distance, 1e-9 * root(d.squares**2 / norms) + 1e-300)
+    if not (r.std and c.std):
+        result["correlation"] = UNDEFINED
+    elif min(r.std, c.std) > 1e-300:
+        correlation, terms = _cosine(r.centred, c.centred)
+        rounding = EPS * (r.top / r.std + c.top / c.std)
+        result["correlation"] = Bound(correlation, 1e-9 * terms + 8 * rounding)
+    return result
+
+
+def _cosine(one: Exact, two: Exact) -> tuple[float, float]:
+    dot, terms = one.dot(two)
+    norms = one.squares * two.squares
+    return (-1 if dot < 0 else 1) * root(dot * dot / norms), root(terms * terms / norms)
+
+
+def limits_of(
     reference: torch.Tensor, candidate: torch.Tensor, rtol: float | None, atol: float | None
 ) -> tuple[float, float]:
     both = []
     for tensor in (reference, candidate):
         name = str(tensor.dtype).removeprefix("torch.")
         usual = TOLERANCES.get(name, (0.0, 0.0))
-        if name.startswith("float8"):
-            usual = (torch.finfo(tensor.dtype).eps, 1e-5)
-        both.append(usual)
+        both.append((torch.finfo(tensor.dtype).eps, 1e-5) if "float8" in name else usual)
     return (
         max(r for r, _ in both) if rtol is None else rtol,
         max(a for _, a in both) if atol is None else atol,
     )
 
 
-def _mismatches(values: Sequence[tuple[float, float]], rtol: float, atol: float) -> tuple[int, int]:
-    """How many mismatch, and how many more may, standing on the limit to the last bits."""
-    sure = unsure = 0
-    for r, c in values:
-        if not (math.isfinite(r) and math.isfinite(c)):
-            sure += not (not math.isfinite(r) and _same_kind(r, c))
-            continue
-        distance, limit = abs(subtract(r, c)), atol + rtol * abs(float(r))
-        if limit and abs(distance - limit) <= 1e-15 * limit:
-            unsure += 1
-        else:
-            sure += distance > limit
-    return sure, unsure
-
-
-def _assert_nothing(found: Difference) -> None:
-    undefined = (
-        *("mean", "std", "mae", "max_abs", "mse", "rmse", "relative_mse", "relative_mae"),
-        *("max_relative", "mean_relative", "cosine", "cosine_distance", "correlation"),
-        *("sqnr_db", "rel", "error", "p50", "p90", "p95", "p99"),
-    )
-    for name in undefined:
-        assert math.isnan(getattr(found, name)), name
-    assert found.max_abs_index is None and found.max_abs_pair is None
-    assert found.grade == found.correlation_grade == "undefined"
-
-
-def _assert_largest(found: Difference, values: Sequence[tuple[float, float]]) -> None:
-    best, at = -1.0, -1
-    for place, (r, c) in enumerate(values):
-        if math.isfinite(r) and math.isfinite(c) and abs(subtract(r, c)) > best:
-            best, at = abs(subtract(r, c)), place
-    assert found.max_abs == best
-    assert found.row.max_abs_at == at
-    assert found.max_abs_pair == tuple(map(float, values[at]))
-
-
-def _assert_moments(found: Difference, finite: Sequence[tuple[float, float]]) -> None:
-    r, c, d = exact_sides(finite)
-    n = len(finite)
-    mae, mse = as_float(d.mean_abs), d.squares / n
-    assert near(found.mae, mae, mae)
-    assert near(found.mean, as_float(d.mean), mae)
-    assert near(found.rmse, root(mse), root(mse))
-    if root(mse) > 1e-150:
-        assert near(found.mse, as_float(mse), as_float(mse))
-    sides = (
-        (found.mean, found.std, d),
-        (found.reference_mean, found.reference_std, r),
-        (found.candidate_mean, found.candidate_std, c),
-    )
-    for middle, std, side in sides:
-        assert near(middle, as_float(side.mean), as_float(side.mean_abs))
-        spread = root(side.centred().squares / n)
-        # A mean in float64 is itself rounded; around 1e11 standard deviations away that shows.
-        assert near(std, spread, spread, 4 * EPS * side.top)
-    _assert_relatives(found, finite, r, d)
-    _assert_cosine(found, r, c, d)
-    _assert_correlation(found, r, c)
-
-
-def _assert_relatives(
-    found: Difference, finite: Sequence[tuple[float, float]], r: Exact, d: Exact
-) -> None:
-    relative = [abs(subtract(a, b)) / (abs(float(a)) + 1e-8) for a, b in finite]
-    assert near(found.max_relative, max(relative), max(relative))
-    expected = math.fsum(v / len(relative) for v in relative)
-    assert near(found.mean_relative, expected, expected)
-    norm = root(r.squares)
-    if not norm:
-        for name in ("relative_mse", "relative_mae", "sqnr_db", "error"):
-            assert math.isnan(getattr(found, name)), name
-        return
-    coarse = 1e-322 / norm  # norms among the subnormals hold few digits
-    error = root(d.squares / r.squares)
-    assert near(found.error, error, error, 8 * coarse * max(1.0, error))
-    if error > 1e-150:
-        expected = as_float(d.squares / r.squares)
-        assert near(found.relative_mse, expected, expected, 16 * coarse * max(1.0, expected))
-    expected = as_float(d.mean_abs / r.mean_abs)
-    slack = 8 * len(relative) * coarse * max(1.0, expected)
-    assert near(found.relative_mae, expected, expected, slack)
-    if not any(d.whole):
-        assert found.sqnr_db == math.inf
-    elif min(norm, root(d.squares)) > 1e-300:
-        decibels = 20 * math.log10(norm) - 20 * math.log10(root(d.squares))
-        assert abs(found.sqnr_db - decibels) <= 1e-8 * max(1.0, abs(decibels))
-
-
-def _assert_cosine(found: Difference, r: Exact, c: Exact, d: Exact) -> None:
-    both = r.squares + c.squares
-    if both:
-        expected = as_float(d.squares / both)
-        assert near(found.rel, expected, expected, 1e-321 / root(both))
-    else:
-        assert math.isnan(found.rel)
-    norms = r.squares * c.squares
-    if not norms:
-        assert math.isnan(found.cosine) and math.isnan(found.cosine_distance)
-    elif min(root(r.squares), root(c.squares)) > 1e-300:
-        dot, terms = r.dot(c)
-        cosine = (-1 if dot < 0 else 1) * root(dot * dot / norms)
-        assert abs(found.cosine - cosine) <= 1e-9 * root(terms * terms / norms) + 1e-300
-        assert -1.0 <= found.cosine <= 1.0 and 0.0 <= found.cosine_distance <= 2.0
-        # 1 - cos = (1 - cos²) / (1 + cos), of which the numerator is exact here
-        if cosine > 0:
-            distance = as_float(1 - dot * dot / norms) / (1 + cosine)
-        else:
-            distance = 1 - cosine
-        scale = root(d.squares * d.squares / norms)
-        assert abs(found.cosine_distance - distance) <= 1e-9 * scale + 1e-300
-
-
-def _assert_correlation(found: Difference, r: Exact, c: Exact) -> None:
-    one, two = r.centred(), c.centred()
-    norms = one.squares * two.squares
-    if not norms:
-        assert math.isnan(found.correlation) and found.correlation_grade == "undefined"
-        return
-    spreads = [root(side.squares / len(r.whole)) for side in (one, two)]
-    if min(spreads) < 1e-300:
-        return
-    dot, terms = one.dot(two)
-    correlation = (-1 if dot < 0 else 1) * root(dot * dot / norms)
-    rounding = EPS * (r.top / spreads[0] + c.top / spreads[1])
-    assert abs(found.correlation - correlation) <= 1e-9 * root(terms**2 / norms) + 8 * rounding
-    assert -1.0 <= found.correlation <= 1.0
-
-
-def _assert_percentiles(found: Difference, distances: Sequence[float]) -> None:
-    """To the last bit what numpy makes of the float64 values; torch may round another way."""
-    assert found.percentiles is not None and found.histogram is not None
-    expected = np.percentile(np.array(distances), [50, 90, 95, 99])
-    torchs = torch.quantile(
-        torch.tensor(distances, dtype=torch.float64),
-        torch.tensor([0.5, 0.9, 0.95, 0.99], dtype=torch.float64),
-    )
-    for k, percent in enumerate((50, 90, 95, 99)):
-        value = found.percentiles[percent]
-        assert value == expected[k], percent
-        assert abs(value - float(torchs[k])) <= 2 * EPS * value, percent
-        assert value == getattr(found, f"p{percent}")
-    assert found.percentiles_exact
-    total = found.histogram.total
-    assert total == found.finite if found.finite <= 1 << 20 else total >= 1 << 18
+def check_all(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference]:
+    """Every backend's difference of a pair, each of which is what the definition says."""
+    definition = Definition([(reference, candidate)])
+    found = []
+    for backend in BACKENDS:
+        found.append(difference_by(backend, reference, candidate))
+        try:
+            definition.check(found[-1])
+        except AssertionError as error:
+            raise AssertionError(f"by {backend}: {error}") from error
+    return found

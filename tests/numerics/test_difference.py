@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
 
 import pytest
 import torch
-from difference_definitions import BACKENDS, assert_defines, difference_by
+from difference_definitions import BACKENDS, Definition, difference_by
 from test_backends import VIEWS, base
 
 import tensortap.numerics.backend as backend
@@ -50,7 +51,7 @@ def test_views_read_as_their_elements(
         # Fractions of ten thousand numbers take long: a few say as much of a view.
         assert found.count == tensor.numel() * (2 if tensor.is_complex() else 1)
         small = [plain(side)[tuple(slice(0, 3) for _ in side.shape)] for side in (one, two)]
-        assert_defines(difference(*small), [(small[0], small[1])])
+        Definition([(small[0], small[1])]).check(difference(*small))
         flat = [plain(side).detach().resolve_conj().resolve_neg().contiguous() for side in small]
         assert repr(difference(*small)) == repr(difference(*flat))
     assert found.identical
@@ -177,6 +178,12 @@ def test_every_metric_is_a_number_to_compare() -> None:
     assert math.isnan(without.p99) and without.percentiles is None
     assert {"mse", "max_abs", "cosine", "p99", "error"} <= set(METRICS)
     assert list(METRICS) == sorted(set(METRICS))
+
+
+def test_the_page_of_numbers_has_every_metric() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "numbers.md").read_text()
+    names = {*METRICS, *(field.name for field in fields(Difference))} - {"row"}
+    assert not [name for name in names if f"`{name}`" not in page]
 
 
 def test_the_dictionary_is_strict_json() -> None:

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
-from difference_definitions import BACKENDS, assert_defines, difference_by, difference_of_by
+from difference_definitions import BACKENDS, Definition, difference_by, difference_of_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_summary_values import HARD
@@ -61,11 +61,8 @@ def test_merging_parts_in_any_order_is_the_whole(
     if percentiles and len(parts) > 1:
         assert found.percentiles is not None and not found.percentiles_exact
         assert found.histogram is not None and found.histogram.total == found.finite
-    assert_defines(
-        replace(found, percentiles=None, histogram=None, percentiles_exact=False),
-        whole,
-        percentiles=False,
-    )
+    bare = replace(found, percentiles=None, histogram=None, percentiles_exact=False)
+    Definition(whole).check(bare, percentiles=False)
 
 
 @backends
@@ -78,7 +75,7 @@ def test_a_stream_of_pairs_is_the_whole(
     parts, percentiles = partition
     stream = [tensors(part) for part in parts]
     found = difference_of_by(backend, stream, percentiles=percentiles)
-    assert_defines(found, stream, percentiles=percentiles)
+    Definition(stream).check(found, percentiles=percentiles)
     again = difference_of_by(backend, lambda: iter(stream), percentiles=percentiles)
     assert repr(again) == repr(found)
     if found.max_abs_index is None:
@@ -105,7 +102,7 @@ def test_a_stream_of_many_shapes_and_dtypes(backend: str) -> None:
         stream.append((x.to(one), (x + torch.randn(shape, generator=generator)).to(two)))
     stream[0] = (stream[0][0].t(), stream[0][1].t())  # not contiguous
     found = difference_of_by(backend, stream)
-    assert_defines(found, stream)
+    Definition(stream).check(found)
     assert found.dtypes == ("mixed", "mixed")
     assert (found.rtol, found.atol) == (1.6e-2, 1e-5)
     assert found.max_abs_index is not None
@@ -113,7 +110,7 @@ def test_a_stream_of_many_shapes_and_dtypes(backend: str) -> None:
     r, c = stream[number]
     assert abs(complex(c[tuple(place)]) - complex(r[tuple(place)])) >= found.max_abs * 0.999
     given_limits = difference_of_by(backend, stream, rtol=0.5, atol=0.25)
-    assert_defines(given_limits, stream, rtol=0.5, atol=0.25)
+    Definition(stream, rtol=0.5, atol=0.25).check(given_limits)
 
 
 @backends
@@ -135,10 +132,11 @@ def test_chunks_of_the_reference_are_the_whole(monkeypatch: pytest.MonkeyPatch) 
     generator = torch.Generator().manual_seed(3)
     r = torch.randn(30, 7, 11, generator=generator)
     c = (r + 0.1 * torch.randn(30, 7, 11, generator=generator)).half()
-    for chunk in (1, 10, 100, 1000):
-        monkeypatch.setattr(reference_difference, "CHUNK", chunk)
-        for one, two in ((r, c), (r[::2], c[::2]), (r.transpose(0, 2), c.transpose(0, 2))):
-            assert_defines(difference_by("reference", one, two), [(one, two)])
+    for one, two in ((r, c), (r[::2], c[::2]), (r.transpose(0, 2), c.transpose(0, 2))):
+        definition = Definition([(one, two)])
+        for chunk in (3, 10, 100, 1000):
+            monkeypatch.setattr(reference_difference, "CHUNK", chunk)
+            definition.check(difference_by("reference", one, two))
 
 
 def test_merging_keeps_the_place_of_the_largest() -> None:

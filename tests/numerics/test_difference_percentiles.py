@@ -135,6 +135,7 @@ from difference_definitions import use
 from tensortap.numerics.difference import difference
 backend, path, count, room = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 warnings.simplefilter("ignore")
+torch.set_num_threads(1 if backend == "reference" else 2)
 ordering.KEEP, reference_difference.CHUNK = 1 << 18, 1 << 16
 whole = torch.from_numpy(np.memmap(path, np.float32, "r", shape=(2, count)))
 with use(backend, threads=2):
