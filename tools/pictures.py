@@ -7,11 +7,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "tests" / "reporting"))
+
+import chromium  # noqa: E402
 
 
-def tensortap(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "tensortap", *words], check=True)
+def tensortap(*words: str, cwd: Path | None = None) -> None:
+    subprocess.run([sys.executable, "-m", "tensortap", *words], check=True, cwd=cwd)
 
 
 def main() -> None:
@@ -26,6 +30,32 @@ def main() -> None:
             tensortap("record", "tensortap.demo:build", "-o", path, "--mode", mode, *layers)
         picture = str(DOCS / "differences.png")
         tensortap("plot", *modes, "--layer", "blocks.4", "-o", picture)
+        report(Path(folder))
+
+
+def report(folder: Path) -> None:
+    """The top of a comparison's page, in the Chromium that the tests use."""
+    executable = chromium.find()
+    if executable is None:
+        sys.exit("docs/report.png needs a browser: apt-get install chromium")
+    for mode in ("fp32", "bug"):
+        words = ("-o", f"runs/{mode}", "--mode", mode, "--layers", "all", "--inputs")
+        tensortap("record", "tensortap.demo:build", *words, cwd=folder)
+    compare("runs/fp32", "runs/bug", cwd=folder)
+    with chromium.browser(executable) as browser:
+        tab = browser.page()
+        tab.look(1180, 860, dark=False)
+        tab.open(folder / "report.html")
+        tab.run("document.querySelector('th[data-column=error] button').click()")
+        tab.settle()
+        tab.picture(DOCS / "report.png", whole=False)
+
+
+def compare(*runs: str, cwd: Path) -> None:
+    """Exit 1 says that the runs differ, which is the point."""
+    words = ("compare", *runs, "--html", "report.html")
+    done = subprocess.run([sys.executable, "-m", "tensortap", *words], cwd=cwd)
+    assert done.returncode == 1
 
 
 if __name__ == "__main__":

@@ -193,7 +193,7 @@ def _plan(target: Target, settings: Settings, as_json: bool) -> None:
 def _stopped(recording: Recording) -> list[str]:
     """That the model did not run to its end, and what that may have cost."""
     behind = recording.manifest.selection.get("stopped_behind")
-    if behind is None:
+    if not behind:  # the root module is the last of all: nothing was left out
         return []
     return [
         f"Each forward was stopped behind '{behind}', the last call that was asked for. "
