@@ -187,6 +187,24 @@ def test_different_inputs_are_a_warning(net: Net, ids: Any, recorded: Recorded) 
     assert result.environment[0].name == "inputs"
 
 
+def test_the_same_inputs_after_a_cast_are_the_same(recorded: Recorded) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    left = recorded(model, x, inputs=True)
+    result = tap.compare(left, recorded(model.bfloat16(), x.bfloat16(), inputs=True))
+    assert result.same_input is True
+    assert result.warnings == ()
+    assert "not the same bytes" in result.notes[0]
+
+
+def test_where_the_floor_run_is_silent_is_said(net: Net, ids: Any, recorded: Recorded) -> None:
+    left, right = recorded(net, ids), recorded(copy.deepcopy(net).bfloat16(), ids)
+    floor = recorded(copy.deepcopy(net).bfloat16(), ids, layers="blocks")
+    result = tap.compare(left, right, floor=floor)
+    assert any("lacks 19 of 22 layers" in note for note in result.notes), result.notes
+    assert result["blocks.0"].floor_ratio == 1.0
+
+
 def test_the_environment_lists_what_differs(net: Net, ids: Any, recorded: Recorded) -> None:
     left = recorded(net, ids)
     wide = copy.deepcopy(net).double()

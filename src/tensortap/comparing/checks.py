@@ -88,9 +88,21 @@ def warnings_of(
     return found
 
 
-def notes_of(left: Recording, right: Recording, floor: Floor | None) -> list[str]:
-    """What the recordings say of themselves."""
+def notes_of(
+    left: Recording, right: Recording, floor: Floor | None, rows: Sequence[LayerComparison]
+) -> list[str]:
+    """What the recordings say of themselves, and where the floor run is silent."""
     notes = [f"{run.path}: {text}" for run in (left, right) for text in run.notes]
-    if floor is not None and not len(floor):
-        notes.append(f"The floor run {floor.path} has no layer in common with the reference.")
+    if floor is not None:
+        lacking = [
+            name_of(row.layer)
+            for row in rows
+            if any(part.difference and (row.layer, part) not in floor for part in row.parts)
+        ]
+        if lacking:
+            notes.append(
+                f"The floor run {floor.path} lacks {len(lacking)} of {len(rows)} layers "
+                f"({', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}): the floor is "
+                "estimated there."
+            )
     return notes

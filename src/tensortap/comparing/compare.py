@@ -78,7 +78,7 @@ def compare(
         if progress is not None:
             progress(number + 1, len(pairs))
     check_compared(left, right, rows)
-    same = same_input(left, right)
+    same, about_inputs = _inputs(same_input(left, right), rows)
     return Comparison(
         reference=left.path,
         candidate=right.path,
@@ -89,7 +89,7 @@ def compare(
         preset=preset,
         truth=None if work.truth is None else work.truth.path,
         warnings=tuple(warnings_of(left, right, same, names, paired)),
-        notes=tuple(notes_of(left, right, third)),
+        notes=(*about_inputs, *notes_of(left, right, third, rows)),
     )
 
 
@@ -184,6 +184,17 @@ class _Work:
 
 def _texts(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
+
+
+def _inputs(same: bool | None, rows: Sequence[LayerComparison]) -> tuple[bool | None, list[str]]:
+    """Other bytes may be the same inputs, cast or batched otherwise: the first layer can tell."""
+    given = next((row.input_verdict for row in rows if row.input_verdict is not None), None)
+    if same is False and given in ("identical", "within"):
+        return True, [
+            "The inputs are not the same bytes, as after a cast or in other batches, but what the "
+            "first layer was given agrees."
+        ]
+    return same, []
 
 
 def _floor_words(floor: Floor | None, work: _Work) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..recording.reader import Recording
 from .align import align
 from .measure import MomentMeasurement, SiteMeasurement, measure
-from .results import Moment
+from .results import Moment, Part
 from .sites import SitePair, SitePairer
 
 __all__ = ["Floor", "FloorHere"]
@@ -43,8 +43,10 @@ class Floor:
                 if not site.problem and not site.missing and site.moments:
                     self._sites[pair.reference.name, site.port, site.leaf] = site
 
-    def __len__(self) -> int:
-        return len(self._sites)
+    def __contains__(self, place: tuple[str, Part]) -> bool:
+        """Whether the floor run has this part of a layer."""
+        layer, part = place
+        return (layer, part.port, part.leaf) in self._sites
 
     def here(self, layer: str, port: str, leaf: str) -> FloorHere | None:
         """The floor at one site; None where the floor run does not have it."""
