@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..recording.reader import Layer, Recording
+from .likeness import shape_likeness, type_likeness
 from .names import by_map, by_name, by_normalised_name
 from .sketch import content_errors
-from .structure import by_structure, shape_likeness, type_likeness
+from .structure import by_structure
 
 __all__ = ["LayerPair", "align"]
 

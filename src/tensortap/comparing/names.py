@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import OptionError
 from ..recording.reader import Recording
+from .likeness import type_likeness
 
 __all__ = ["by_map", "by_name", "by_normalised_name", "normalised", "parse_map"]
 
@@ -277,11 +278,14 @@ def _match_with_prefix(
     options = sorted(longer, key=lambda option: (-longer[option], option))[:8]
     matches = []
     for side, prefix in options:
-        if side == "candidate":
-            matches.append(_match(ours, theirs, free, others, _adder(prefix)))
-        else:
-            matches.append(_match(ours, theirs, free, others, _stripper(prefix)))
-    matches = [match for match in matches if match]
+        rename = _adder(prefix) if side == "candidate" else _stripper(prefix)
+        match = _match(ours, theirs, free, others, rename)
+        match = _believable(match, min(len(ours), len(theirs)), free, others)
+        if all(_is_number(layer) or _is_number(match[layer]) for layer in match):
+            agreeing = sum(agree(layer, partner) for layer, partner in match.items())
+            match = match if 2 * agreeing > len(match) else {}
+        matches.append(match)
+    matches = sorted((match for match in matches if match), key=len, reverse=True)
     if not matches:
         return {}
     rivals = [match for match in matches if len(match) >= 0.6 * len(matches[0])]
@@ -292,6 +296,32 @@ def _match_with_prefix(
     if scores[order[0]] > 1.5 * scores[order[1]]:
         return rivals[order[0]]
     return {}
+
+
+def _believable(
+    match: dict[str, str], names: int, free: Mapping[str, str], others: Mapping[str, str]
+) -> dict[str, str]:
+    """What a prefix explains, less what only looks like it.
+
+    A number is a name that any two models have: it needs layers of like types, and numbers alone
+    need like values. The root is what stands behind the prefix only if all the rest stands there.
+    """
+    root = [
+        ours for ours, theirs in match.items() if not normalised(ours) or not normalised(theirs)
+    ]
+    if len(match) < 0.8 * names:
+        match = {ours: theirs for ours, theirs in match.items() if ours not in root}
+    like = {
+        ours: theirs
+        for ours, theirs in match.items()
+        if type_likeness(free[ours], others[theirs]) or not _is_number(ours)
+    }
+    return like if 2 * len(like) > len(match) else {}
+
+
+def _is_number(name: str) -> bool:
+    """Whether a name is but positions, or the root's."""
+    return all(part.isdigit() or not part for part in normalised(name).split("."))
 
 
 def _prefixes(long: Iterable[str], short: Mapping[str, Sequence[str]]) -> dict[str, int]:

@@ -20,98 +20,20 @@ import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
 from ..recording.schema import Port
+from .likeness import shape_likeness, type_likeness
 from .names import normalised
 from .paths import Matrix, best_path, equal, gaps, table
 from .sketch import content_errors
 
-__all__ = ["by_structure", "shape_likeness", "type_likeness"]
+__all__ = ["by_structure"]
 
 _PORTS: tuple[Port, ...] = ("output", "grad_output", "grad_input", "input")
 _MOST_CELLS = 16_000_000
+_MOST_TAILS = 20_000
 _ALIKE = 0.5  # of the spread: more is another tensor
 _CLOSE = 0.1
 _NEAR = 0.3
 _SAME = 0.02
-
-# Words that different authors use for the same part of a model.
-_SYNONYMS = {
-    "attn": "attention",
-    "selfattention": "attention",
-    "mha": "attention",
-    "ff": "mlp",
-    "ffn": "mlp",
-    "feedforward": "mlp",
-    "feed": "mlp",
-    "forward": "mlp",
-    "block": "layer",
-    "emb": "embedding",
-    "embed": "embedding",
-    "embeddings": "embedding",
-    "ln": "norm",
-    "layernorm": "norm",
-    "rmsnorm": "norm",
-    "batchnorm": "norm",
-    "act": "activation",
-    "swish": "silu",
-    "fc": "linear",
-    "proj": "linear",
-    "dense": "linear",
-    "projection": "linear",
-}
-_CLASSES = {"Conv1D": "Linear"}  # what transformers calls a linear layer with its weight transposed
-# Words that say nothing about what a layer does.
-_FILLER = {"new", "fast", "quantized", "quant", "dynamic", "fused", "int8", "fp8", "activation"}
-
-
-@functools.lru_cache(maxsize=4096)
-def _words(type_name: str) -> frozenset[str]:
-    plain = _class(type_name)
-    parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+", plain)
-    words = {_SYNONYMS.get(part.lower(), part.lower()) for part in parts}
-    if "norm" in words:
-        words.discard("layer")
-    return frozenset(words - _FILLER or words)
-
-
-def _class(type_name: str) -> str:
-    plain = type_name.rsplit(".", 1)[-1]
-    return _CLASSES.get(plain, plain)
-
-
-@functools.lru_cache(maxsize=65536)
-def type_likeness(ours: str, theirs: str) -> float:
-    """From 0, different things, to 1, the same class; an unknown type is half alike to all."""
-    if not ours or not theirs:
-        return 0.5
-    if _class(ours) == _class(theirs):
-        return 1.0
-    left, right = _words(ours), _words(theirs)
-    if left <= right or right <= left:
-        return 0.8
-    shared = left & right
-    return 0.5 * len(shared) / min(len(left), len(right)) if shared else 0.0
-
-
-@functools.lru_cache(maxsize=65536)
-def shape_likeness(ours: tuple[int, ...] | None, theirs: tuple[int, ...] | None) -> float:
-    """1 for equal shapes, less for those that a layout, a batch or padding may explain, else 0."""
-    if ours is None or theirs is None:
-        return 0.5
-    if ours == theirs:
-        return 1.0
-    left, right = ([n for n in shape if n != 1] for shape in (ours, theirs))
-    if sorted(left) == sorted(right):
-        return 0.9
-    if math.prod(left) == math.prod(right):
-        return 0.7 if set(left) & set(right) else 0.0
-    if len(ours) != len(theirs) or not ours:
-        return 0.0
-    differing = [i for i in range(len(ours)) if ours[i] != theirs[i]]
-    if differing == [0] and len(ours) > 1:
-        return 0.8
-    pairs = [(ours[i], theirs[i]) for i in differing if i]
-    padded = len(pairs) == 1 and 2 * max(pairs[0]) <= 3 * min(pairs[0])
-    return 0.6 if padded else 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +77,7 @@ class _Scores:
             shape_likeness,
         )
         left, right = ([layer.name for layer in side.layers] for side in (ours, theirs))
-        tails = table([_tail(name) for name in left], [_tail(name) for name in right], _ratio)
+        tails = _tail_likeness(left, right)
         blocks, others = [_index(name) for name in left], [_index(name) for name in right]
         names = ((tails + equal(blocks, others)) / 2).astype(np.float32)
         schemes = equal([_scheme(name) for name in left], [_scheme(name) for name in right])
@@ -247,7 +169,8 @@ def _convincing(path: Sequence[tuple[int, int]], here: _Scores, bounds: int) -> 
     if bounds == 2:
         return len(path) >= 0.3 * less
     if bounds:
-        return len(path) >= 0.6 * less and len(path) >= 0.3 * more
+        alike = len(path) >= 3 or any(here.types[i, j] >= 0.8 for i, j in path)
+        return alike and len(path) >= 0.6 * less and len(path) >= 0.3 * more
     even = len([1 for i, j in path if here.shapes[i, j] >= 0.9])
     return even >= 3 and even >= 0.8 * less and even >= 0.6 * more
 
@@ -364,8 +287,14 @@ def _kind_likeness(ours: tuple[str, bool], theirs: tuple[str, bool]) -> float:
     return likeness if ours[1] == theirs[1] else 0.5 * likeness
 
 
-def _tail(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+def _tail_likeness(ours: Sequence[str], theirs: Sequence[str]) -> Matrix:
+    """How alike the last parts of names are, numbers aside."""
+    left, right = (
+        [re.sub(r"\d+", "", name.rsplit(".", 1)[-1]) for name in side] for side in (ours, theirs)
+    )
+    if len(set(left)) * len(set(right)) > _MOST_TAILS:
+        return equal(left, right).astype(np.float32)
+    return table(left, right, _ratio)
 
 
 def _index(name: str) -> str:
@@ -383,6 +312,4 @@ def _scheme(name: str) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def _ratio(left: str, right: str) -> float:
-    if left.isdigit() or right.isdigit():
-        return 0.3 if left == right else 0.0
-    return difflib.SequenceMatcher(None, left, right).ratio()
+    return difflib.SequenceMatcher(None, left, right).ratio() if left and right else 0.0
