@@ -122,6 +122,14 @@ def test_mistakes_are_told(args: tuple[Any, Any], options: dict[str, Any], words
         assert_matches(*args, **options)
 
 
+def test_parts_of_a_recording_are_refused(net: Net, ids: torch.Tensor, recorded: Record) -> None:
+    layer = recorded(net, ids)["blocks.0"]
+    for part in (layer, layer.records[0]):
+        with pytest.raises(OptionError, match="part of a recording"):
+            assert_matches(part, part)
+    assert_matches(layer.output, layer.records[0].tensor())
+
+
 # Recordings.
 
 

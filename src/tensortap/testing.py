@@ -26,7 +26,7 @@ from .comparing.rules import Rule, parse_rules, preset_of, rule_for
 from .comparing.sentences import name_of
 from .errors import OptionError
 from .numerics.difference import METRICS, Difference, difference
-from .recording.reader import Recording
+from .recording.reader import Layer, Record, Recording
 from .taps.leaves import flatten
 
 __all__ = ["assert_matches"]
@@ -81,7 +81,9 @@ def _is_run(value: Any) -> bool:
 # Recordings.
 
 
-def run_failure(result: Comparison, *, complete: bool = False) -> str | None:
+def run_failure(
+    result: Comparison, *, complete: bool = False, title: str | None = None
+) -> str | None:
     """What an assertion says of a comparison; None when it holds."""
     first = result.first_divergence
     bad = [row for row in result.layers if row.verdict in BAD]
@@ -89,21 +91,23 @@ def run_failure(result: Comparison, *, complete: bool = False) -> str | None:
         bad += [row for row in result.layers if row.verdict == "missing"]
     if not bad:
         return None
-    lines = [f"{result.candidate} does not match {result.reference}. {result.sentence}"]
+    title = title or f"{result.candidate} does not match {result.reference}."
+    lines = [f"{title} {result.sentence}"]
     lines += [f"Warning: {warning}" for warning in result.warnings]
     shown = first or bad[0]
-    lines += ["", *_about(shown)]
+    lines += ["", *_about(shown, result.sentence)]
     others = [row for row in bad if row is not shown]
     if others:
         lines += ["", _others(others)]
     return "\n".join(lines)
 
 
-def _about(row: LayerComparison) -> list[str]:
+def _about(row: LayerComparison, said: str) -> list[str]:
     part = row.main
     if part is None:
         return [f"Layer {name_of(row.layer)}: {row.verdict}, {row.why}."]
-    lines = [f"Layer {name_of(row.layer)}, {_where(part)}: {row.verdict}, {part.why}."]
+    why = "" if part.why in said else f", {part.why}"
+    lines = [f"Layer {name_of(row.layer)}, {_where(part)}: {row.verdict}{why}."]
     if part.difference is not None:
         lines += sentences(part.difference)
         if part.max_abs_moment not in (None, part.worst_moment):
@@ -179,6 +183,11 @@ def tensor_failure(
 
 def leaves_of(value: Any) -> dict[str, torch.Tensor]:
     """The tensors in a value, and numpy's arrays, by leaf."""
+    if isinstance(value, Layer | Record):
+        raise OptionError(
+            f"A {type(value).__name__} is a part of a recording. Compare its tensor (layer.output, "
+            "record.tensor()), or the recordings with layers='NAME'."
+        )
     return {leaf: item for leaf, item in flatten(_torch(value)) if item is not None}
 
 
