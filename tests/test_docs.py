@@ -26,9 +26,9 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def exit_codes(page: Path) -> list[int]:
-    """What each command of a page exits with: 0, unless its comment says `exit 1`."""
+    """What each command of a page exits with: 0, unless its comment begins `exit 1`."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines() if line.strip()]
-    said = [re.search(r"#.*\bexit (\d)", line) for line in lines]
+    said = [re.search(r"#\s*exit (\d)", line) for line in lines]
     return [int(match[1]) if match else 0 for match in said]
 
 
