@@ -1,6 +1,8 @@
 // The Python module tensortap._core: addresses and lengths in, numbers out.
 
 #include "core.hpp"
+#include "difference.hpp"
+#include "percentiles.hpp"
 
 #include <cstdlib>
 #include <cstring>
@@ -47,6 +49,12 @@ const Kernels& choose() {
     if (forced && std::strcmp(forced, kernels->name) == 0) break;
   }
   return *best;
+}
+
+int index_of(const Kernels& kernels) {
+  int index = 0;
+  while (kernels_at(index) != &kernels) ++index;
+  return index;
 }
 
 // Below this many bytes, giving up the GIL costs more than the work.
@@ -111,6 +119,64 @@ std::uint64_t py_plain_read(std::uintptr_t src, std::size_t nbytes, int threads)
   });
 }
 
+Pair pair_of(std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype) {
+  for (int dtype : {r_dtype, c_dtype})
+    if (dtype < 0 || dtype >= kDtypes) throw nb::value_error("unknown dtype code");
+  return make_pair(reinterpret_cast<const void*>(r), r_dtype, reinterpret_cast<const void*>(c),
+                   c_dtype);
+}
+
+const PairKernels& pair_kernels(int isa) {
+  const PairKernels* kernels = pair_kernels_at(isa);
+  if (!kernels) throw nb::value_error("this CPU lacks that instruction set");
+  return *kernels;
+}
+
+std::size_t pair_bytes(const Pair& pair, std::size_t n) {
+  return n * (element_size(pair.r_dtype) + element_size(pair.c_dtype));
+}
+
+void py_difference(std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype, std::size_t n,
+                   double rtol, double atol, std::uintptr_t out, Percentiles* percentiles,
+                   int threads, int isa) {
+  Pair pair = pair_of(r, r_dtype, c, c_dtype);
+  pair.rtol = rtol, pair.atol = atol;
+  const PairKernels& kernels = pair_kernels(isa);
+  without_gil(pair_bytes(pair, n), [&] {
+    difference(kernels, pair, n, reinterpret_cast<double*>(out), percentiles, threads);
+  });
+}
+
+void py_sample(Percentiles& self, std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype,
+               std::size_t n, int threads, int isa) {
+  const Pair pair = pair_of(r, r_dtype, c, c_dtype);
+  const PairKernels& kernels = pair_kernels(isa);
+  without_gil(pair_bytes(pair, n), [&] { self.sample(kernels, pair, n, threads); });
+}
+
+void py_sample_runs(Percentiles& self, std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype,
+                    std::uint64_t n, int isa) {
+  self.sample_runs(pair_kernels(isa), pair_of(r, r_dtype, c, c_dtype), n);
+}
+
+void py_scan(Percentiles& self, std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype,
+             std::size_t n, int threads, int isa) {
+  const Pair pair = pair_of(r, r_dtype, c, c_dtype);
+  const PairKernels& kernels = pair_kernels(isa);
+  without_gil(pair_bytes(pair, n), [&] { self.scan(kernels, pair, n, threads); });
+}
+
+void py_profile(std::uintptr_t r, int r_dtype, std::uintptr_t c, int c_dtype, std::size_t rows,
+                std::size_t width, std::uintptr_t tokens, std::uintptr_t channels, int threads,
+                int isa) {
+  const Pair pair = pair_of(r, r_dtype, c, c_dtype);
+  const PairKernels& kernels = pair_kernels(isa);
+  without_gil(pair_bytes(pair, rows * width), [&] {
+    profile(kernels, pair, rows, width, reinterpret_cast<double*>(tokens),
+            reinterpret_cast<double*>(channels), threads);
+  });
+}
+
 std::vector<std::string> py_isas() {
   std::vector<std::string> names;
   for (int index = 0; index < 3; ++index)
@@ -133,6 +199,17 @@ const Kernels& active_kernels() {
   return kernels;
 }
 
+const PairKernels* pair_kernels_at(int index) {
+  static const int active = index_of(active_kernels());
+  if (index < 0) index = active;
+  if (!kernels_at(index)) return nullptr;
+#ifdef TENSORTAP_X86_64
+  if (index == 1) return &pair_kernels_avx2;
+  if (index == 2) return &pair_kernels_avx512;
+#endif
+  return &pair_kernels_baseline;
+}
+
 }  // namespace tensortap
 
 NB_MODULE(_core, m) {
@@ -145,6 +222,29 @@ NB_MODULE(_core, m) {
   m.def("digest", &py_digest, "src"_a, "nbytes"_a, "threads"_a = 0);
   m.def("copy_digest", &py_copy_digest, "dst"_a, "src"_a, "nbytes"_a, "threads"_a = 0);
   m.def("plain_read", &py_plain_read, "ptr"_a, "nbytes"_a, "threads"_a = 0);
+  nb::class_<Percentiles>(m, "Percentiles")
+      .def(nb::init<std::uint64_t>(), "total"_a)
+      .def("sample", &py_sample, "reference"_a, "reference_dtype"_a, "candidate"_a,
+           "candidate_dtype"_a, "n"_a, "threads"_a = 0, "isa"_a = -1)
+      .def("places", &Percentiles::places, "n"_a)
+      .def("sample_runs", &py_sample_runs, "reference"_a, "reference_dtype"_a, "candidate"_a,
+           "candidate_dtype"_a, "n"_a, "isa"_a = -1)
+      .def("plan", &Percentiles::plan, nb::call_guard<nb::gil_scoped_release>())
+      .def("scan", &py_scan, "reference"_a, "reference_dtype"_a, "candidate"_a,
+           "candidate_dtype"_a, "n"_a, "threads"_a = 0, "isa"_a = -1)
+      .def("settle", &Percentiles::settle, "finite"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("values", &Percentiles::values)
+      .def("histogram", [](const Percentiles& self, std::uintptr_t out) {
+        std::memcpy(reinterpret_cast<void*>(out), self.histogram().data(),
+                    kBuckets * sizeof(std::int64_t));
+      }, "out_ptr"_a);
+  m.attr("RUN") = kRun;
+  m.def("difference", &py_difference, "reference"_a, "reference_dtype"_a, "candidate"_a,
+        "candidate_dtype"_a, "n"_a, "rtol"_a, "atol"_a, "out_ptr"_a,
+        "percentiles"_a.none() = nb::none(), "threads"_a = 0, "isa"_a = -1);
+  m.def("profile", &py_profile, "reference"_a, "reference_dtype"_a, "candidate"_a,
+        "candidate_dtype"_a, "rows"_a, "width"_a, "tokens_ptr"_a, "channels_ptr"_a,
+        "threads"_a = 0, "isa"_a = -1);
   m.def("isa", [] { return std::string(active_kernels().name); });
   m.def("isas", &py_isas);
   m.def("openmp", &py_openmp);
