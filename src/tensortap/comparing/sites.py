@@ -308,10 +308,11 @@ def _sites(layer: Layer) -> dict[str, dict[str, list[Record]]]:
 
 
 def _alike(ours: Sequence[Record], theirs: Sequence[Record]) -> bool:
-    pairs = by_moment(ours, theirs).pairs[:1]
-    if not pairs or not (pairs[0].reference.stored and pairs[0].candidate.stored):
-        return bool(pairs) and pairs[0].shapes[0] == pairs[0].shapes[1]
-    one = Arrangement("", "", pairs, ())
-    options = [_SAME] if pairs[0].shapes[0] == pairs[0].shapes[1] else layouts(*pairs[0].shapes)
-    found = [_agreement(one, transform) for transform in options]
+    """Whether two leaves hold the same values, in whatever layout or batches, but whole."""
+    plain = by_moment(ours, theirs)
+    even = bool(plain.pairs) and plain.pairs[0].shapes[0] == plain.pairs[0].shapes[1]
+    if not all(record.stored for record in (*ours, *theirs)):
+        return even
+    options = [(plain, _SAME)] if even else list(_options(ours, theirs, plain))
+    found = [_agreement(way, transform) for way, transform in options if not transform.crop]
     return any(agreement.clear and agreement.telling for agreement in found)
