@@ -1,4 +1,4 @@
-"""`record`, `demo`: what is run, what is said, how it ends."""
+"""`record`: what is run, what is said, how it ends."""
 
 from __future__ import annotations
 
@@ -203,24 +203,3 @@ def test_an_existing_recording_is_kept(run: Run, target: str, tmp_path: Path) ->
     assert open_recording(out).layers == ["first"]
     assert run("record", f"{target}:build", "-o", out, "-l", "second", "--overwrite").code == 0
     assert open_recording(out).layers == ["second"]
-
-
-def test_demo(run: Run, tmp_path: Path) -> None:
-    out = tmp_path / "demo"
-    first = run("demo", "-o", out)
-    assert first.code == 0
-    assert "embedding" in first.out
-    assert "final_norm" in first.out
-    assert "Checked: healthy" in first.out
-    assert f"tensortap show {out} blocks.0" in first.out
-    assert run("demo", "-o", out).code == 0  # its own recording is replaced
-    data = run("demo", "-o", out, "--json").json
-    assert data["findings"] == []
-    assert {row["port"] for row in data["layers"]} == {"input", "output"}
-
-
-def test_demo_keeps_what_is_not_its_own(run: Run, target: str, tmp_path: Path) -> None:
-    run("record", f"{target}:build", "-o", tmp_path / "mine", "-l", "first")
-    refused = run("demo", "-o", tmp_path / "mine")
-    assert refused.code == 2
-    assert open_recording(tmp_path / "mine").layers == ["first"]
