@@ -269,6 +269,20 @@ def test_plot_of_several_recordings(run: Run, modes: Path, tmp_path: Path) -> No
     assert one["layer"] == BUG_LAYER
 
 
+def test_plot_lays_both_sides_out_alike(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = torch.randn(2, 3, 8, 9, generator=torch.Generator().manual_seed(0))
+    a = write(tmp_path / "nchw", {"conv": image})
+    b = write(tmp_path / "nhwc", {"conv": image.permute(0, 2, 3, 1).contiguous()})
+    out = tmp_path / "d.png"
+    (candidate,) = run("plot", a, b, "--layer", "conv", "-o", out, "--json").json["candidates"]
+    assert candidate["errors"] == [{"layer": "conv", "verdict": "identical", "error": 0.0}]
+    assert candidate["difference"]["finite"] == image.numel()
+    assert candidate["difference"]["high"] - candidate["difference"]["low"] == 1.0  # all are 0
+    assert max(candidate["difference"]["counts"]) == image.numel()
+    assert "permute (0, 3, 1, 2)" in run("compare", a, b).out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -64,7 +64,8 @@ def _fitted(
     """The table and the titles that it has no room for."""
     from rich.text import Text
 
-    columns = [(column, [column.cell(row) for row in rows]) for column in _columns(rows)]
+    first = comparison.first_divergence
+    columns = [(column, [column.cell(row) for row in rows]) for column in _columns(rows, first)]
     columns = [
         (column, cells)
         for column, cells in columns
@@ -78,7 +79,6 @@ def _fitted(
         columns.remove(least)
         dropped.append(least[0].title)
     made = table(*((c.title, c.justify) for c, _ in columns), folds=tuple(_NARROW))
-    first = comparison.first_divergence
     for number, row in enumerate(rows):
         cells: list[Any] = [cells[number] for _, cells in columns]
         for at, (column, _) in enumerate(columns):
@@ -99,7 +99,7 @@ def _needs(columns: Sequence[tuple[_Column, Sequence[str]]]) -> int:
     return total - _GAP
 
 
-def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
+def _columns(rows: Sequence[LayerComparison], first: LayerComparison | None) -> list[_Column]:
     renamed = any(row.candidate_layer not in (None, row.layer) for row in rows)
     matched = any(row.matched_by not in ("", "name") for row in rows)
     columns = [_Column("layer", lambda row: text.layer_name(row.layer), justify="left")]
@@ -120,7 +120,7 @@ def _columns(rows: Sequence[LayerComparison]) -> list[_Column]:
         *(_Column(name, _added(name), 7) for name in _added_names(rows)),
         _Column("× floor", _ratio, 1),
         _Column("grade", lambda row: row.grade or "-", 10, "left"),
-        _Column("note", row_note, 6, "left"),
+        _Column("note", lambda row: _note(row, reason=row is not first), 6, "left"),
     ]
 
 
@@ -156,11 +156,14 @@ def _ratio(row: LayerComparison) -> str:
     return text.number(row.floor_ratio, 3)
 
 
-def row_note(row: LayerComparison) -> str:
-    """What is worth saying of a row beside its numbers; what is inherited needs no reason."""
+def _note(row: LayerComparison, *, reason: bool) -> str:
+    """What is worth saying of a row beside its numbers.
+
+    What is inherited needs no reason, and that of the first divergence stands in the sentence.
+    """
     parts = [row.transform, *row.hints, row.note]
     made = row.verdict == "diverged" and row.origin != "inherited" and not row.hints
-    if made or row.verdict == "incomparable":
+    if (made and reason) or row.verdict == "incomparable":
         parts.append(row.why)
     return text.clean("; ".join(dict.fromkeys(part.rstrip(".") for part in parts if part)))
 
