@@ -2,49 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
 from commands import Run
 
 import tensortap as tap
+from tensortap.cli.main import main
 from tensortap.recording import open as open_recording
 
 MODES = ["fp32", "bf16", "int8", "bug"]
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("demo") / "modes"
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a demo, and what it printed."""
+    folder, printed = tmp_path_factory.mktemp("demo") / "modes", io.StringIO()
+    with pytest.raises(SystemExit) as caught, contextlib.redirect_stdout(printed):
+        main(["demo", "-o", str(folder)])
+    assert not caught.value.code
+    return folder, printed.getvalue()
 
 
-def test_demo_names_the_bug(run: Run, shown: Path) -> None:
-    result = run("demo", "-o", shown)
-    assert result.code == 0
+def test_demo_names_the_bug(shown: tuple[Path, str]) -> None:
+    folder, out = shown
     for mode in MODES:
-        assert open_recording(shown / mode).manifest.mode == mode
-        assert f"Checked {mode}: healthy" in result.out
-    assert "final_norm" in result.out
-    lines = {line.split(":")[0].strip(): line for line in result.out.splitlines() if ": " in line}
+        assert open_recording(folder / mode).manifest.mode == mode
+        assert f"Checked {mode}: healthy" in out
+    assert "final_norm" in out
+    lines = {line.split(":")[0].strip(): line for line in out.splitlines() if ": " in line}
     assert "First divergence at blocks.4 (made here" in lines["bug"]
     for mode in ("bf16", "int8"):
         assert "No divergence" in lines[mode]
         assert "times the floor of" in lines[mode]
         assert "estimated" in lines[mode]
-    assert "All Modes vs fp32" in result.out
-    assert f"The page about it is {shown}/report.html" in result.out
-    page = (shown / "report.html").read_text()
+    assert "All Modes vs fp32" in out
+    assert "blocks.4.mlp.down returns 1.02 times what it should" in out
+    assert f"The page about it is {folder}/report.html" in out
+    page = (folder / "report.html").read_text()
     assert page.lstrip().lower().startswith("<!doctype html>")
     assert "blocks.4" in page
-    assert f"tensortap compare {shown}/fp32 {shown}/bug blocks.4" in result.out
 
 
-def test_demo_as_json(run: Run, shown: Path) -> None:
-    data = run("demo", "-o", shown, "--json").json
+def test_its_commands_run(run: Run, shown: tuple[Path, str], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, out = shown
+    offered = out.split("Try next:")[1].splitlines()
+    commands = [line.split()[1:] for line in offered if line.strip().startswith("tensortap")]
+    assert len(commands) == 4
+    assert commands[0] == ["compare", f"{folder}/fp32", f"{folder}/bug", "blocks.4"]
+    for words in commands:
+        expected = 1 if words[0] == "compare" else 0  # it shows the bug
+        assert run(*words).code == expected, words
+
+
+def test_demo_as_json(run: Run, shown: tuple[Path, str]) -> None:
+    folder, _ = shown
+    data = run("demo", "-o", folder, "--json").json  # an earlier demo is replaced
     assert data["findings"] == []
     assert {row["port"] for row in data["layers"]} == {"input", "output"}
-    assert data["recordings"] == {mode: f"{shown}/{mode}" for mode in MODES}
-    assert data["report"] == f"{shown}/report.html"
+    assert data["recordings"] == {mode: f"{folder}/{mode}" for mode in MODES}
+    assert data["report"] == f"{folder}/report.html"
     assert data["comparisons"]["bug"]["first_divergence"]["layer"] == "blocks.4"
     rows = {row["mode"]: row for row in data["summary"]["modes"]}
     assert {mode: row["first_divergence"] for mode, row in rows.items()} == {
@@ -53,17 +73,6 @@ def test_demo_as_json(run: Run, shown: Path) -> None:
         "bug": "blocks.4",
     }
     assert all(row["same_input"] for row in rows.values())
-
-
-def test_its_commands_run(run: Run, shown: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run("demo", "-o", shown)  # an earlier demo is replaced
-    offered = result.out.split("Try next:")[1].split("\n")
-    commands = [line.split()[1:] for line in offered if line.strip().startswith("tensortap")]
-    assert len(commands) == 4
-    for words in commands:
-        expected = 1 if words[0] == "compare" else 0  # it shows the bug
-        assert run(*words).code == expected, words
 
 
 @pytest.mark.parametrize("inside", ["", "int8"])
