@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,3 +194,10 @@ def test_missing_layers_fail_when_asked(net: Net, ids: torch.Tensor, recorded: R
 def test_warnings_are_in_the_message(net: Net, ids: torch.Tensor, recorded: Record) -> None:
     said = message(recorded(net, ids), recorded(net, (ids + 1) % 16))
     assert "Warning: The two runs were given different inputs" in said
+
+
+def test_the_page_runs(tmp_path, monkeypatch) -> None:
+    page = Path(__file__).parent.parent / "docs" / "testing.md"
+    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
