@@ -17,20 +17,9 @@ from numpy.typing import NDArray
 
 from tensortap.errors import OptionError
 from tensortap.numerics import native
+from tensortap.numerics.native_difference import NativeDifference, suits_pair
 from tensortap.numerics.reference import ReferenceBackend
 from tensortap.numerics.reference_difference import ReferenceDifference
-
-try:  # until the core's side of differences is there
-    from tensortap.numerics.native_difference import (  # type: ignore[import-not-found, unused-ignore]
-        NativeDifference,
-        suits_pair,
-    )
-except ImportError:
-    NativeDifference = ReferenceDifference
-
-    def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-        return False
-
 
 if TYPE_CHECKING:
     from tensortap.numerics.histogram import Histogram
@@ -76,7 +65,7 @@ class _Reference(ReferenceBackend, ReferenceDifference):
     """Everything by torch."""
 
 
-class _Native(native.NativeBackend, NativeDifference):  # type: ignore[misc, unused-ignore]
+class _Native(native.NativeBackend, NativeDifference):
     """Everything by the compiled core."""
 
 

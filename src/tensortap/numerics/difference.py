@@ -8,13 +8,14 @@ from the angle between reference and difference, not from a number next to 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tensortap.errors import OptionError
 from tensortap.numerics.difference_row import STATE, State, merge_rows, tolerances
 from tensortap.numerics.histogram import Histogram
+from tensortap.numerics.pairs import Pairs, unravel
 from tensortap.numerics.percentiles import (
     from_histogram,
     interpolated,
@@ -32,7 +33,6 @@ __all__ = [
     "METRICS",
     "STATE",
     "Difference",
-    "check_pair",
     "difference",
     "difference_of",
     "merge_rows",
@@ -138,7 +138,7 @@ class Difference:
         s = State(*map(float, row))
         place = None
         if shape is not None and s.max_abs_at >= 0:
-            place = _unravel(int(s.max_abs_at) // parts, shape)
+            place = unravel(int(s.max_abs_at) // parts, shape)
         cosine, distance = _cosine(s)
         error = _over(s.d_l2, s.ref_l2)
         rmse = s.d_l2 / math.sqrt(s.finite) if s.finite else math.nan
@@ -279,8 +279,10 @@ def difference(
     decide what counts as mismatched; by default they are those of torch.testing for the looser of
     the two dtypes.
     """
-    found = _Pairs(((reference, candidate),))
-    return found.difference(percentiles=percentiles, rtol=rtol, atol=atol)
+    pairs = Pairs(((reference, candidate),))
+    found = _difference(pairs, percentiles, rtol, atol)
+    place = pairs.place(int(found.row.max_abs_at))
+    return replace(found, max_abs_index=None if place is None else place[1])
 
 
 def difference_of(
@@ -297,108 +299,28 @@ def difference_of(
     pass, so that no more than one need be in memory. By default `rtol` and `atol` are those of each
     pair, and the loosest are reported.
     """
-    found = _Pairs(pairs, numbered=True)
-    return found.difference(percentiles=percentiles, rtol=rtol, atol=atol)
+    stream = Pairs(pairs)
+    found = _difference(stream, percentiles, rtol, atol)
+    place = stream.place(int(found.row.max_abs_at))
+    return replace(found, max_abs_index=None if place is None else (place[0], *place[1]))
 
 
-class _Unsuited(Exception):
-    """A later pair of a stream is not for the backend that the first one chose."""
-
-
-class _Pairs:
-    """A stream of checked pairs that may be read several times, and what was seen of it."""
-
-    def __init__(
-        self, pairs: Sequence[Pair] | Callable[[], Iterable[Pair]], numbered: bool = False
-    ) -> None:
-        self._pairs = pairs
-        self._numbered = numbered
-        self._shapes: list[tuple[tuple[int, ...], int]] = []
-        self._dtypes: list[tuple[torch.dtype, torch.dtype]] = []
-
-    def _read(self) -> Iterator[Pair]:
-        for pair in self._pairs() if callable(self._pairs) else self._pairs:
-            check_pair(*pair)
-            yield pair
-
-    def difference(
-        self, *, percentiles: bool, rtol: float | None, atol: float | None
-    ) -> Difference:
-        from tensortap.numerics.backend import REFERENCE, pick_pair
-
-        for name, value in (("rtol", rtol), ("atol", atol)):
-            if value is not None and not value >= 0:
-                raise OptionError(f"{name} must be 0 or more, but got {value!r}.")
-        first = next(self._read(), None)
-        backend = REFERENCE if first is None else pick_pair(*first)
-
-        def stream() -> Iterator[Pair]:
-            shapes, dtypes = [], []
-            for reference, candidate in self._read():
-                if backend is not REFERENCE and pick_pair(reference, candidate) is not backend:
-                    raise _Unsuited
-                parts = 2 if reference.is_complex() or candidate.is_complex() else 1
-                shapes.append((tuple(reference.shape), parts))
-                dtypes.append((reference.dtype, candidate.dtype))
-                yield reference, candidate
-            self._shapes, self._dtypes = shapes, dtypes
-
-        try:
-            found = backend.difference_row(stream, percentiles=percentiles, rtol=rtol, atol=atol)
-        except _Unsuited:
-            backend = REFERENCE
-            found = backend.difference_row(stream, percentiles=percentiles, rtol=rtol, atol=atol)
-        row, ordered, histogram = found
-        usual = [tolerances(*pair) for pair in self._dtypes]
-        result = Difference.from_row(
-            row,
-            percentiles=None if ordered is None else interpolated(ordered, int(State(*row).finite)),
-            histogram=histogram,
-            rtol=max((r for r, _ in usual), default=0.0) if rtol is None else rtol,
-            atol=max((a for _, a in usual), default=0.0) if atol is None else atol,
-            dtypes=_common(*((_name(r), _name(c)) for r, c in self._dtypes)),
-        )
-        return replace(result, max_abs_index=self._place(result.row.max_abs_at))
-
-    def _place(self, at: float) -> tuple[int, ...] | None:
-        """A flat place in the stream as the number of the pair and an index in it."""
-        rest = int(at)
-        for number, (shape, parts) in enumerate(self._shapes if at >= 0 else ()):
-            size = math.prod(shape) * parts
-            if rest < size:
-                index = _unravel(rest // parts, shape)
-                return (number, *index) if self._numbered else index
-            rest -= size
-        return None
-
-
-def check_pair(reference: torch.Tensor, candidate: torch.Tensor) -> None:
-    """Refuse, in words, what cannot be subtracted element by element."""
-    import torch
-
-    from tensortap.numerics.layout import check_summarizable
-
-    for side, tensor in (("reference", reference), ("candidate", candidate)):
-        if not isinstance(tensor, torch.Tensor):
-            raise OptionError(
-                f"A difference is between two tensors, but the {side} is a "
-                f"{type(tensor).__name__}. Turn it into one: torch.as_tensor(...)."
-            )
-        check_summarizable(tensor)
-    if reference.shape != candidate.shape:
-        raise OptionError(
-            f"The reference has shape {tuple(reference.shape)}, but the candidate "
-            f"{tuple(candidate.shape)}. A difference needs equal shapes: permute, slice or reshape "
-            "one of them first."
-        )
-
-
-def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for extent in reversed(shape):
-        flat, rest = divmod(flat, extent)
-        index.append(rest)
-    return tuple(reversed(index))
+def _difference(
+    pairs: Pairs, percentiles: bool, rtol: float | None, atol: float | None
+) -> Difference:
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise OptionError(f"{name} must be 0 or more, but got {value!r}.")
+    row, ordered, histogram = pairs.measure(percentiles=percentiles, rtol=rtol, atol=atol)
+    usual = pairs.tolerances()
+    return Difference.from_row(
+        row,
+        percentiles=None if ordered is None else interpolated(ordered, int(row.finite)),
+        histogram=histogram,
+        rtol=usual[0] if rtol is None else rtol,
+        atol=usual[1] if atol is None else atol,
+        dtypes=_common(*((_name(r), _name(c)) for r, c in pairs.dtypes)),
+    )
 
 
 def _over(part: float, whole: float) -> float:

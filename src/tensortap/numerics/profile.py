@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tensortap.numerics.difference import check_pair
+from tensortap.numerics.pairs import check_pair
 
 __all__ = ["COLUMNS", "Profile", "profile"]
 
