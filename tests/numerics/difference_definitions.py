@@ -18,25 +18,21 @@ import torch
 from tensortap.numerics import backend as choosing
 from tensortap.numerics.difference import Difference, difference, difference_of
 from tensortap.numerics.native import CODES, core
+from tensortap.numerics.native_difference import NativeDifference, suits_pair
 
 DTYPES = list(CODES)
 FLOATS = [d for d in DTYPES if d.is_floating_point]
 COMPLEX = [d for d in DTYPES if d.is_complex]
 WHOLE = [d for d in DTYPES if not (d.is_floating_point or d.is_complex)]  # integers and bool
 
-# With the core built, its side of differences must be there: nothing to skip, silently or not.
-try:
-    from tensortap.numerics.native_difference import NativeDifference
-
-    ISAS: list[str] = list(core.isas()) if hasattr(core, "difference") else []
-except ImportError:
-    ISAS = []
+# With the core built, every instruction set that the processor has is tested.
+ISAS: list[str] = list(core.isas()) if core is not None else []
 BACKENDS: list[str] = ["reference", *ISAS]
 EPS = float(np.finfo(np.float64).eps)
 
 
 class use:
-    """Within it, `difference`, `difference_of` and `profile` are computed by one backend."""
+    """Within it, one backend computes all differences and profiles of the pairs it can read."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         if name == "reference":
@@ -48,7 +44,7 @@ class use:
 
     def __enter__(self) -> None:
         self._usual = choosing.pick_pair
-        choosing.pick_pair = lambda reference, candidate: self.backend
+        choosing.pick_pair = lambda r, c: self.backend if suits_pair(r, c) else choosing.REFERENCE
 
     def __exit__(self, *_: object) -> None:
         choosing.pick_pair = self._usual

@@ -229,6 +229,13 @@ def test_what_cannot_be_subtracted_is_refused_in_words(
         difference_of([(torch.ones(1), torch.ones(1)), (one, two)])
 
 
+def test_pairs_that_can_be_read_but_once_are_refused_in_words() -> None:
+    pairs = [(torch.ones(1), torch.zeros(1))]
+    with pytest.raises(OptionError, match=r"a list_iterator can be read but once.*a function"):
+        difference_of(iter(pairs))  # type: ignore[arg-type]
+    assert difference_of(lambda: iter(pairs)).mse == 1.0
+
+
 @pytest.mark.parametrize("value", [-1.0, math.nan])
 def test_limits_must_be_limits(value: float) -> None:
     with pytest.raises(OptionError, match="rtol must be 0 or more, but got"):

@@ -25,6 +25,7 @@ from test_summary_values import HARD, from_bytes, noise
 
 from tensortap.numerics.difference import difference
 from tensortap.numerics.native import core
+from tensortap.numerics.native_difference import suits_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -41,8 +42,13 @@ def bounded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def test_with_the_core_every_instruction_set_is_tested() -> None:
-    assert (core is None) == (not ISAS)
+@needs_core
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_core_is_what_is_tested(isa: str) -> None:
+    """Not a core that is too old for this, with all of it left to the reference."""
+    x = torch.ones(3)
+    assert suits_pair(x, x) and use(isa).backend is not use("reference").backend
+    assert difference_by(isa, x, x).identical
 
 
 @dtypes
