@@ -116,6 +116,14 @@ def test_where_no_value_agrees_types_shapes_and_order_are_left(tokens, recorded:
     assert Counter(ways.values()) == {"structure": len(partners()) - 1, "name": 1}
 
 
+def test_blocks_alone_pair_although_nothing_agrees(tokens, recorded: Recorded):
+    ours, theirs = decoders(4)
+    with torch.no_grad():
+        theirs.wte.weight.normal_()
+    reference, candidate = (recorded(model, tokens, layers="blocks") for model in (ours, theirs))
+    assert matched(reference, candidate) == {f"model.layers.{n}": f"h.{n}" for n in range(4)}
+
+
 def test_another_batch_size_still_pairs_by_content(tokens, recorded: Recorded):
     ours, theirs = decoders()
     reference, candidate = recorded(ours, tokens), recorded(theirs, tokens[:1])

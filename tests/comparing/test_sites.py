@@ -240,6 +240,9 @@ def test_a_layout_that_the_values_refute_is_a_problem(write: Write, wanted: str)
     ours, theirs = LAYOUTS[wanted]
     theirs = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
     site = only(write({"a": ours}), write({"a": theirs}))
+    if wanted.startswith("squeeze"):  # which no values can refute: then they diverged
+        assert name(site) == wanted and not site.problem
+        return
     assert site.transform is None
     assert str(list(ours.shape)) in site.problem and str(list(theirs.shape)) in site.problem
     assert "tried" in site.problem

@@ -88,13 +88,11 @@ def _check_template(text: str, regex: re.Pattern[str], template: str) -> None:
         ) from None
 
 
-def by_map(
-    maps: Sequence[str], reference: Recording, candidate: Recording, explain: bool = True
-) -> dict[str, str]:
+def by_map(maps: Sequence[str], reference: Recording, candidate: Recording) -> dict[str, str]:
     """The pairs that the user's maps name; the first map that matches a layer decides on it.
 
-    A map that leads nowhere is an error. With `explain` off it is not: then only a part of the
-    layers is looked at, and another part may be what the map is for.
+    A map that leads nowhere is an error. One that leads to layers of which some are not there is
+    not: the others may pair by other means.
     """
     parsed = [parse_map(text) for text in maps]
     found: dict[str, str] = {}
@@ -119,8 +117,7 @@ def by_map(
             found[layer], owner[partner] = partner, layer
             hits.add(rule.text)
             break
-    if explain:
-        _check_used(parsed, tried, hits, reference, candidate)
+    _check_used(parsed, tried, hits, reference, candidate)
     return found
 
 

@@ -192,6 +192,9 @@ class SitePairer:
         for guess in guesses:
             if guess.kind in self._confirmed:
                 return guess.site(self._confirmed[guess.kind]), len(guesses)
+        if best is None:
+            # Axes of extent 1 hold nothing that could be in another order.
+            best = next((guess for guess in guesses if guess.transform.only_squeezes), None)
         return (None if best is None else best.site()), len(guesses)
 
 

@@ -206,24 +206,29 @@ def _pairwise(x: Any, y: Any) -> Matrix:
     x, y = np.nan_to_num(x, posinf=0, neginf=0), np.nan_to_num(y, posinf=0, neginf=0)
     scale = max(float(np.abs(x).max()), float(np.abs(y).max())) or 1.0
     x, y = x / scale, y / scale
-    squares = (x**2).sum(1)[:, None] + (y**2).sum(1)[None, :] - 2 * (x @ y.T)
+    squares = x @ y.T
+    squares *= -2
+    squares += (x**2).sum(1)[:, None]
+    squares += (y**2).sum(1)[None, :]
     spread = np.linalg.norm(x - x.mean(1, keepdims=True), axis=1)
     least = 1e-9 * np.abs(x).max(1) * math.sqrt(x.shape[1])
     telling = (spread > least) & ((np.diff(np.sort(x, 1), axis=1) > 0).sum(1) >= _DISTINCT)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        error = np.sqrt(np.maximum(squares, 0)) / spread[:, None]
-    return np.where(telling[:, None], error, np.nan).astype(np.float32)
+    error = np.sqrt(np.maximum(squares, 0, out=squares), out=squares)
+    error /= np.where(telling, spread, np.nan)[:, None]
+    found: Matrix = error.astype(np.float32)
+    return found
 
 
 def _moment_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
     """How far mean, std, min, max and absmax are apart at most; NaN for constants and scalars."""
     x, y = (np.array([_moments(record) for record in side]) for side in (ours, theirs))
-    error = np.zeros((len(ours), len(theirs)))
+    error = np.zeros((len(ours), len(theirs)), dtype=np.float32)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         for column, unit in ((0, 1), (1, 1), (2, 4), (3, 4), (4, 4)):
-            apart = np.abs(x[:, column][:, None] - y[:, column][None, :])
-            error = np.maximum(error, apart / x[:, unit][:, None])
-    return error.astype(np.float32)
+            apart = np.subtract.outer(x[:, column], y[:, column])
+            apart /= x[:, unit][:, None]
+            np.maximum(error, np.abs(apart, out=apart), out=error, casting="same_kind")
+    return error
 
 
 def _moments(record: Record | None) -> tuple[float, ...]:

@@ -28,7 +28,7 @@ from .sketch import content_errors
 __all__ = ["by_structure"]
 
 _PORTS: tuple[Port, ...] = ("output", "grad_output", "grad_input", "input")
-_MOST_CELLS = 16_000_000
+_MOST_CELLS = 4_200_000
 _MOST_TAILS = 20_000
 _ALIKE = 0.5  # of the spread: more is another tensor
 _CLOSE = 0.1
@@ -248,7 +248,7 @@ def _windows(ours: _Side, theirs: _Side) -> Iterator[tuple[_Side, _Side]]:
 def _side(
     recording: Recording, names: Sequence[str], places: Mapping[str, int], port: Port | None
 ) -> _Side:
-    parents = _parents(recording.layers)
+    parents = _parents(recording.layers) | set(recording.manifest.structure.blocks)
     layers = [recording[name] for name in names]
     return _Side(
         [places[name] for name in names],

@@ -76,9 +76,9 @@ class Transform:
         return self.views(_meta(self.shapes[0]), tensor)[1]
 
     @property
-    def moves(self) -> bool:
-        """Whether anything is done to a tensor at all."""
-        return bool(self.squeeze != ((), ()) or self.flat or self.permute or self.crop)
+    def only_squeezes(self) -> bool:
+        """Whether nothing is done but dropping axes of extent 1."""
+        return self.squeeze != ((), ()) and not (self.flat or self.permute or self.crop)
 
     def named(self, name: str) -> Transform:
         """The same transform under another name."""
