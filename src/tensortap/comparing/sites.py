@@ -140,15 +140,13 @@ class SitePairer:
         if guess is None:
             return replace(_made(plain, None), problem=_misfit(plain, ours, theirs, tried))
         arrangement, transform = guess
-        fitting = {
-            both: (transform or _SAME).fits(*both) for both in {p.shapes for p in arrangement.pairs}
-        }
+        fitting = _fitting(arrangement, transform or _SAME)
         for pair in arrangement.pairs:
-            if not fitting[pair.shapes]:
-                what = (
-                    f"{_lists(pair.shapes)} at {_when(pair)}, where {transform and transform.name}"
+            if pair.shapes not in fitting:
+                problem = (
+                    f"The shapes do not fit everywhere: {_lists(pair.shapes)} at {_when(pair)}, "
+                    f"where '{(transform or _SAME).name}' does not lead to equal shapes."
                 )
-                problem = f"The shapes do not fit everywhere: {what} does not lead to equal shapes."
                 return replace(_made(arrangement, transform), problem=problem)
         return _made(arrangement, transform)
 
@@ -219,9 +217,18 @@ def _laid_out(arrangement: Arrangement, same: bool) -> Iterator[tuple[Arrangemen
         yield arrangement, _SAME
 
 
+def _fitting(
+    arrangement: Arrangement, transform: Transform
+) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes of an arrangement that a transform makes equal; moments share few shapes."""
+    shapes = {pair.shapes for pair in arrangement.pairs}
+    return {both for both in shapes if transform.fits(*both)}
+
+
 def _agreement(arrangement: Arrangement, transform: Transform) -> Agreement:
     """How well the values agree over a few moments, spread over all of them."""
-    pairs = [pair for pair in arrangement.pairs if transform.fits(*pair.shapes)]
+    fitting = _fitting(arrangement, transform)
+    pairs = [pair for pair in arrangement.pairs if pair.shapes in fitting]
     if not pairs:
         return NONE
     chosen = {round(i * (len(pairs) - 1) / (_PROBES - 1)) for i in range(_PROBES)}
