@@ -32,11 +32,10 @@ _COPY_LIMIT = 1 << 22
 
 
 def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Whether the core can read both, and they have as many numbers an element."""
+    """Whether the core can read both."""
     if core is None or not hasattr(core, "difference"):  # a core older than this file
         return False
-    both = suits(reference) and suits(candidate)
-    return both and CODES[reference.dtype][1] == CODES[candidate.dtype][1]
+    return suits(reference) and suits(candidate)
 
 
 class _Memory(NamedTuple):
@@ -79,7 +78,7 @@ class NativeDifference:
 
     def _planned(self, stream: Callable[[], Iterator[Pair]]) -> Percentiles:
         assert core is not None
-        total = sum(r.numel() * CODES[r.dtype][1] for r, _ in stream())
+        total = sum(r.numel() * _parts(r, c) for r, c in stream())
         wanted: Percentiles = core.Percentiles(total)
         for reference, candidate in stream():
             memory = _whole(reference, candidate)
@@ -115,7 +114,7 @@ class NativeDifference:
         self, reference: torch.Tensor, candidate: torch.Tensor
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         assert core is not None
-        parts = CODES[reference.dtype][1]
+        parts = _parts(reference, candidate)
         width = reference.shape[-1]
         limit = max(1, _COPY_LIMIT // width) * width  # whole tokens
         tokens = np.zeros((reference.numel() // width, 4))
@@ -136,12 +135,19 @@ class NativeDifference:
         return tokens, joined
 
 
+def _parts(reference: torch.Tensor, candidate: torch.Tensor) -> int:
+    """How many numbers an element of this pair is: two, when either is complex."""
+    return max(CODES[reference.dtype][1], CODES[candidate.dtype][1])
+
+
 def _whole(reference: torch.Tensor, candidate: torch.Tensor) -> _Memory | None:
     """The pair where it lies, when both do so in the order of their elements."""
     for tensor in (reference, candidate):
         if not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
             return None
-    (code, parts), (other, _) = CODES[reference.dtype], CODES[candidate.dtype]
+    (code, parts), (other, others) = CODES[reference.dtype], CODES[candidate.dtype]
+    if parts != others:
+        return None
     count = reference.numel() * parts
     return _Memory(reference.data_ptr(), code, candidate.data_ptr(), other, count)
 
@@ -156,16 +162,26 @@ def _memories(
         return
     for left, right in paired_pieces(reference.detach(), candidate.detach(), limit):
         left, right = plain(left), plain(right)
+        if left.is_complex() != right.is_complex():
+            left, right = _apart(left), _apart(right)
         piece = _whole(left, right)
         assert piece is not None
         yield piece
+
+
+def _apart(flat: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts by turns; a real number has a zero for the second."""
+    if flat.is_complex():
+        return torch.view_as_real(flat).reshape(-1)
+    real = flat.to(torch.float64)
+    return torch.stack((real, torch.zeros_like(real)), dim=-1).reshape(-1)
 
 
 def _sample_views(
     wanted: Percentiles, reference: torch.Tensor, candidate: torch.Tensor, isa: int
 ) -> None:
     """Sample a pair of which one is a view, touching no more of it than the sample."""
-    parts = CODES[reference.dtype][1]
+    parts = _parts(reference, candidate)
     n = reference.numel() * parts
     if parts == 2 or not reference.dim():
         for memory in _memories(reference, candidate):
