@@ -213,6 +213,7 @@ def test_the_environment_lists_what_differs(net: Net, ids: Any, recorded: Record
     count = sum(p.numel() for p in net.parameters())
     assert names["target.dtypes"] == (f"float32 {count}", f"float64 {count}")
     assert "torch" not in names
+    assert "seed" not in names  # torch's own, or the same
     assert "created" not in names
 
 

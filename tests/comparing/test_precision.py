@@ -33,10 +33,11 @@ def test_integers_do_not_round() -> None:
 
 
 def test_depth_counts_blocks_where_only_blocks_are_recorded() -> None:
-    blocks = ["m.0", "m.1", "m.2"]
-    assert depth_of("m.2", 3, blocks) == 30
-    assert depth_of("m.10", 3, blocks) == 4
-    assert depth_of("m.2.mlp", 55, blocks) == 56
+    blocks = [1, 2, 3]
+    assert depth_of(0, blocks) == 1  # the embedding
+    assert depth_of(3, blocks) == 30
+    assert depth_of(4, blocks) == 30  # the final norm stands behind all of them
+    assert depth_of(55, [10, 20, 60]) == 56
 
 
 def test_a_recording_says_its_precision(tmp_path: Path) -> None:

@@ -474,3 +474,17 @@ def test_only_a_sample_is_read(write: Write):
     assert allocated < large.numel() * 4 / 8
     ours, theirs = site.moments[0].tensors(site.transform)
     assert not theirs.is_contiguous() and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [((4, 5), (7,)), ((3, 4), (3, 6)), ((2, 8, 8), (2, 4, 16))]
+)
+def test_constants_do_not_prove_that_padding_was_cut(
+    ours: tuple[int, ...], theirs: tuple[int, ...], recorded: Recorded
+) -> None:
+    model = nn.Identity()
+    left, right = recorded(model, torch.ones(ours)), recorded(model, torch.ones(theirs))
+    pair = LayerPair(left[""], right[""], "name")
+    (site,) = SitePairer(left, right).pair(pair)
+    assert str(list(ours)) in site.problem
+    assert str(list(theirs)) in site.problem

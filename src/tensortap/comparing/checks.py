@@ -54,7 +54,7 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
     """Refuse a comparison of which no pair could be measured."""
     if any(row.verdict not in ("missing", "incomparable") for row in rows):
         return
-    reasons = list(dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer))
+    reasons = list(dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer is not None))
     raise ComparisonError(
         f"None of the {len(reasons)} paired layers of {left.path} and {right.path} could be "
         f"compared. {' '.join(reasons[:3])}"

@@ -114,14 +114,15 @@ class _Work:
         self.truth = truth
         self.metrics = metrics
         self.precisions = (precision_of(reference), precision_of(candidate))
-        self._blocks = reference.manifest.structure.blocks
         self._positions = {name: number for number, name in enumerate(reference.layers)}
+        blocks = reference.manifest.structure.blocks
+        self._blocks = [self._positions[name] for name in blocks if name in self._positions]
 
     def row(self, pair: LayerPair) -> LayerComparison:
         left, right = pair.reference, pair.candidate
         if left is None or right is None:
             return missing_row(pair)
-        depth = depth_of(left.name, self._positions[left.name], self._blocks)
+        depth = depth_of(self._positions[left.name], self._blocks)
         parts = tuple(self._part(left, site, depth) for site in self.pairer.pair(pair))
         inputs = [part for part in parts if part.port == "input"]
         others = [part for part in parts if part.port != "input"]

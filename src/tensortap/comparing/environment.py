@@ -49,13 +49,19 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     if manifest.inputs.get("digest") is not None:
         facts["inputs"] = manifest.inputs["digest"]
-    for name in ("tool", "torch", "python", "device", "mode", "seed"):
+    for name in ("tool", "torch", "python", "device", "mode"):
         facts[name] = getattr(manifest, name)
+    facts["seed"] = _seed(manifest.seed)
     facts.update(_flat("target", manifest.target))
     facts.update(_flat("environment", manifest.environment))
     if manifest.selection.get("keep") is not None:
         facts["keep"] = manifest.selection["keep"]
     return facts
+
+
+def _seed(seed: int | None) -> int | str:
+    """The seed that somebody set; torch's own, drawn anew in each process, tells nothing."""
+    return _MISSING if seed is None or abs(seed) >= 1 << 32 else seed
 
 
 def _flat(prefix: str, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

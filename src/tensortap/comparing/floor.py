@@ -17,7 +17,11 @@ class FloorHere:
     """The floor at one site, moment by moment."""
 
     def __init__(self, measured: SiteMeasurement) -> None:
-        self._moments = {moment.moment: moment for moment in measured.moments}
+        self._moments: dict[Moment, MomentMeasurement] = {}
+        for moment in measured.moments:  # several, where samples were batched otherwise
+            known = self._moments.get(moment.moment)
+            if known is None or moment.rmse > known.rmse:
+                self._moments[moment.moment] = moment
 
     def at(self, moment: Moment) -> MomentMeasurement | None:
         """The floor at a moment; at one that the floor run lacks, the largest of the others."""

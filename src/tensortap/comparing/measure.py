@@ -9,6 +9,7 @@ from functools import reduce
 
 import torch
 
+from ..numerics import summarize
 from ..numerics.difference import Difference, difference, difference_of
 from ..numerics.profile import Profile, profile
 from ..numerics.summary import Summary
@@ -63,10 +64,19 @@ class SiteMeasurement:
     max_abs_moment: Moment | None = None
 
     def summaries(self) -> tuple[Summary, Summary]:
-        """The summaries of both sides, merged over the moments."""
-        pairs = [(m._pair.reference.summary, m._pair.candidate.summary) for m in self.moments]
+        """The summaries of what was compared of both sides, merged over the moments."""
+        pairs = [_summaries(self.site, moment._pair) for moment in self.moments]
         left = reduce(Summary.merge, (pair[0] for pair in pairs))
         return left, reduce(Summary.merge, (pair[1] for pair in pairs))
+
+
+def _summaries(site: SitePair, pair: MomentPair) -> tuple[Summary, Summary]:
+    whole = pair.reference_samples is None and pair.candidate_samples is None
+    stored = pair.reference.stored and pair.candidate.stored
+    if not stored or (whole and site.transform is None):
+        return pair.reference.summary, pair.candidate.summary
+    reference, candidate = pair.tensors(site.transform)
+    return summarize(reference), summarize(candidate)
 
 
 def measure(site: SitePair, *, percentiles: bool = True) -> SiteMeasurement:

@@ -57,13 +57,14 @@ def precision_of(recording: Recording) -> str | None:
     return max(used, key=_unit, default=None)
 
 
-def depth_of(layer: str, position: int, blocks: Sequence[str]) -> int:
-    """About how many operations stand before a layer's output."""
-    passed = position + 1
-    for number, block in enumerate(blocks):
-        if layer == block or layer.startswith(f"{block}."):
-            return max(passed, _OPERATIONS_A_BLOCK * (number + 1))
-    return passed
+def depth_of(position: int, blocks: Sequence[int]) -> int:
+    """About how many operations stand before an output, from its place in the order of execution.
+
+    `blocks` are the places of the model's blocks: where they alone were recorded, each of them
+    stands for many operations.
+    """
+    passed = sum(block <= position for block in blocks)
+    return max(position + 1, _OPERATIONS_A_BLOCK * passed)
 
 
 def estimated_floor(dtypes: Sequence[str], precisions: Sequence[str | None], depth: int) -> float:

@@ -33,7 +33,9 @@ def answer(comparison: Comparison) -> str:
             f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
         )
     elif all(row.verdict == "identical" for row in compared) and compared:
-        text = f"Identical: all {_plural(len(compared), 'compared layer')} have the same bits."
+        many = len(compared) > 1
+        subject = f"all {len(compared)} compared layers have" if many else "1 layer has"
+        text = f"Identical: {subject} the same bits."
     else:
         identical = sum(row.verdict == "identical" for row in compared)
         text = (

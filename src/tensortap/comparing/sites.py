@@ -190,6 +190,8 @@ class SitePairer:
         for guess in guesses:
             if guess.kind in self._confirmed:
                 return guess.site(self._confirmed[guess.kind]), len(guesses)
+        if best is not None and best.transform.crop:
+            best = None  # constants agree however they are cut: they tell nothing
         if best is None:
             # Axes of extent 1 hold nothing that could be in another order.
             best = next((guess for guess in guesses if guess.transform.only_squeezes), None)
