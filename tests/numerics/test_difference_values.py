@@ -151,6 +151,19 @@ def test_nothing_correlates_with_a_constant(backend: str, dtype: torch.dtype, va
         assert (found.reference_std, found.candidate_std, found.std) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_constant_beside_numbers_far_below_its_last_bit(dtype: torch.dtype) -> None:
+    """There d is constant too, and candidate = reference + d does not hold to the last bit."""
+    x = 1e-30 * torch.randn(6001, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x[:2000] = 0
+    small, constant = x.to(dtype), torch.full((6001,), 0.25, dtype=dtype)
+    check_all(small, constant)
+    check_all(constant, small)
+    last_bit = constant.clone()
+    last_bit[4000] = torch.nextafter(last_bit[4000], torch.tensor(1.0, dtype=dtype))
+    check_all(last_bit, last_bit.clone())
+
+
 KINDS = {
     "rounded": lambda x, e: (x, x + 1e-3 * e),
     "equal but one": lambda x, e: (x, torch.where(torch.arange(x.numel()) == 1501, 9.0, x)),

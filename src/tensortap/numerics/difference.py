@@ -345,7 +345,10 @@ def _cosine(s: State) -> tuple[float, float]:
 
 
 def _correlation(s: State) -> float:
-    if not (s.ref_std > 0 and s.cand_std > 0):
+    sides = ((s.ref_mean, s.ref_std), (s.cand_mean, s.cand_std))
+    # Of n numbers in float64 that are not all equal, one at least is off by its last bit: a spread
+    # far below that is what rounding left of a constant.
+    if not all(std > abs(mean) * 2.0**-55 / math.sqrt(s.finite or 1) for mean, std in sides):
         return math.nan
     return max(-1.0, min(1.0, s.corr_rc))
 
