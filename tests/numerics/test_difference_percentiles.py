@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from difference_definitions import BACKENDS, difference_by, difference_of_by
+from difference_definitions import BACKENDS, ISAS, difference_by, difference_of_by
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tensortap.numerics.ordering as ordering
 from tensortap.numerics.ordering import Ordering
-from tensortap.numerics.percentiles import interpolated, ranks
+from tensortap.numerics.percentiles import from_histogram, interpolated, ranks
 
 backends = pytest.mark.parametrize("backend", BACKENDS)
 PERCENTS = [50, 90, 95, 99]
@@ -117,6 +117,20 @@ def test_a_stream_has_the_percentiles_of_all(backend: str) -> None:
     whole = torch.cat(parts)
     found = difference_of_by(backend, stream)
     assert found.percentiles == expected(torch.zeros_like(whole), whole)
+
+
+@pytest.mark.parametrize("backend", ISAS)
+@pytest.mark.parametrize("shape", ["normal", "periodic", "one region", "sorted"])
+def test_the_histogram_of_many_is_that_of_an_even_sample(backend: str, shape: str) -> None:
+    """A period in the data must not meet one in the sample, nor a region be passed over."""
+    one, two = SHAPES[shape](torch.randn(3_000_001, generator=torch.Generator().manual_seed(5)))
+    found = difference_by(backend, one, two)
+    assert found.histogram is not None and 1 << 18 <= found.histogram.total <= 3_000_001
+    roughly = from_histogram(found.histogram, found.max_abs)
+    for percent, value in expected(one, two).items():
+        assert roughly[percent] == pytest.approx(value, rel=0.1), percent
+    merged = found.merge(found)
+    assert merged.histogram is not None and merged.histogram.total == 6_000_002
 
 
 def test_the_reference_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
