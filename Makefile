@@ -30,6 +30,7 @@ check: lint types test
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/summary.py
+	$(BIN)/python benchmarks/difference.py
 	$(BIN)/python benchmarks/recording.py
 
 # Remakes the pictures and the command reference under docs/.

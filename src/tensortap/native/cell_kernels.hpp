@@ -103,16 +103,28 @@ using Doubles = Lanes<double, vf64, vi64>;
 
 constexpr size_t kWords = kPairBlock / 64;
 
-// The cells [first, first + kCells): a bit for every value inside one of them. n is a multiple of 64.
+// What the next block will read. While cells are counted, memory would otherwise be idle.
+struct Ahead {
+  const char *r, *c;
+  size_t r_size, c_size;
+
+  void fetch(size_t word) const {
+    for (size_t k = 0; k < r_size; ++k) __builtin_prefetch(r + 64 * (word * r_size + k), 0, 2);
+    for (size_t k = 0; k < c_size; ++k) __builtin_prefetch(c + 64 * (word * c_size + k), 0, 2);
+  }
+};
+
+// A bit for every value inside one of the cells. n is a multiple of 64.
 template <class L, size_t kCells>
 inline void mark(const typename L::T* x, size_t n, const typename L::T* lo, const typename L::T* hi,
-                 int64_t* at_least, uint64_t* words) {
+                 int64_t* at_least, uint64_t* words, const Ahead& ahead) {
   typename L::V low[kCells], high[kCells];
   typename L::Count counts[kCells];
   for (size_t k = 0; k < kCells; ++k)
     low[k] = L::spread(lo[k]), high[k] = L::spread(hi[k]), counts[k] = L::zero();
   for (size_t w = 0; w < n / 64; ++w) {
     uint64_t word = 0;
+    ahead.fetch(w);
     for (size_t i = 0; i < 64; i += L::kLanes) {
       const typename L::V v = L::get(x + 64 * w + i);
       uint64_t inside = 0;
@@ -140,36 +152,39 @@ inline void point(const typename L::T* x, size_t n, typename L::T value, int64_t
 
 template <class L, class Distance>
 inline void count_in(typename L::T* x, size_t n, const Cells& cells, const typename L::T* lo,
-                     const typename L::T* hi, Tally* tally, Distance distance) {
+                     const typename L::T* hi, Tally* tally, const Ahead& ahead, Distance distance) {
   size_t padded = n;
   while (padded % 64) x[padded++] = std::numeric_limits<typename L::T>::quiet_NaN();
   uint64_t words[kWords] = {};
   for (size_t k = 0; k < cells.collected;) {
     int64_t* counts = tally->at_least + k;
     switch (cells.collected - k) {
-      case 1: mark<L, 1>(x, padded, lo + k, hi + k, counts, words); k += 1; break;
-      case 2: mark<L, 2>(x, padded, lo + k, hi + k, counts, words); k += 2; break;
-      case 3: mark<L, 3>(x, padded, lo + k, hi + k, counts, words); k += 3; break;
-      default: mark<L, 4>(x, padded, lo + k, hi + k, counts, words); k += 4; break;
+      case 1: mark<L, 1>(x, padded, lo + k, hi + k, counts, words, ahead); k += 1; break;
+      case 2: mark<L, 2>(x, padded, lo + k, hi + k, counts, words, ahead); k += 2; break;
+      case 3: mark<L, 3>(x, padded, lo + k, hi + k, counts, words, ahead); k += 3; break;
+      default: mark<L, 4>(x, padded, lo + k, hi + k, counts, words, ahead); k += 4; break;
     }
   }
   for (size_t k = cells.collected; k < cells.count; ++k)
     point<L>(x, padded, lo[k], &tally->at_least[k], &tally->above[k]);
   if (cells.collected == 0) return;
-  for (size_t w = 0; w < padded / 64; ++w)
-    for (uint64_t word = words[w]; word; word &= word - 1) {
-      const size_t i = 64 * w + size_t(__builtin_ctzll(word));
-      const double value = distance(i);
-      // What a rounded bound let through is put right.
-      for (size_t k = 0; k < cells.collected; ++k) {
-        if (value < cells.lo[k]) {
-          tally->at_least[k] -= x[i] >= lo[k];
-        } else if (value <= cells.hi[k]) {
-          tally->hits[k][tally->used[k]++] = value;
-          ++tally->inside[k];
-        }
+  // Few words hold more than four hits, so the branch below is one that is hardly ever taken.
+  uint16_t places[kPairBlock + 64];
+  size_t found = 0;
+  for (size_t w = 0; w < padded / 64; ++w) {
+    uint64_t word = words[w];
+    uint16_t* at = places + found;
+    found += size_t(__builtin_popcountll(word));
+    do {
+      for (int k = 0; k < 4; ++k) {
+        *at++ = uint16_t(64 * w + size_t(__builtin_ctzll(word | (1ull << 63))));
+        word &= word - 1;
       }
-    }
+    } while (__builtin_expect(word != 0, 0));
+  }
+  double* hits = tally->hits + tally->used;
+  for (size_t j = 0; j < found; ++j) hits[j] = distance(places[j]);
+  tally->used += found;
 }
 
 // As in numerics/histogram.py; NaN goes behind the last, and what overflows into it.
@@ -181,17 +196,19 @@ inline uint32_t bucket_of(float distance) {
 
 // Distances rounded to float; `distance(i)` is the exact one.
 template <class Distance>
-inline void count_narrow(float* x, size_t n, const Cells& cells, Tally* tally, Distance distance) {
+inline void count_narrow(float* x, size_t n, const Cells& cells, Tally* tally, const Ahead& ahead,
+                         Distance distance) {
   if (tally->table)
     for (size_t i = 0; i < n; ++i) ++tally->table[bucket_of(x[i])];
-  count_in<Floats>(x, n, cells, cells.lo32, cells.hi32, tally, distance);
+  count_in<Floats>(x, n, cells, cells.lo32, cells.hi32, tally, ahead, distance);
 }
 
 // NaN stands for what is not to be counted.
-inline void count_wide(double* x, size_t n, const Cells& cells, Tally* tally) {
+inline void count_wide(double* x, size_t n, const Cells& cells, Tally* tally,
+                       const Ahead& ahead = {nullptr, nullptr, 0, 0}) {
   if (tally->table)
     for (size_t i = 0; i < n; ++i) ++tally->table[bucket_of(float(x[i]))];
-  count_in<Doubles>(x, n, cells, cells.lo, cells.hi, tally, [&](size_t i) { return x[i]; });
+  count_in<Doubles>(x, n, cells, cells.lo, cells.hi, tally, ahead, [&](size_t i) { return x[i]; });
 }
 
 }  // namespace

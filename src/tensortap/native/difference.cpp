@@ -73,13 +73,14 @@ Result run_chunks(const PairKernels& kernels, const Pair& pair, size_t n, Percen
   const size_t limit = percentiles ? percentiles->hit_limit(threads) : 0;
   const auto one = [&](size_t c, PairState* state, Largest* largest, Counter* counter) {
     const size_t start = c * kChunk;
-    kernels.chunk(pair, start, std::min(n - start, kChunk), cells, state, largest,
-                  counter ? counter->get() : nullptr);
-    if (counter) counter->flush(limit);
+    const size_t size = std::min(n - start, kChunk);
+    kernels.chunk(pair, start, size, cells, state, largest,
+                  counter ? counter->prepare(size, limit) : nullptr);
+    if (counter) counter->keep();
   };
   if (threads <= 1) {
     std::unique_ptr<Counter> counter;
-    if (percentiles) counter = percentiles->counter(n);
+    if (percentiles) counter = percentiles->counter();
     for (size_t c = 0; c < chunks; ++c) {
       PairState state;
       one(c, &state, &all.largest, counter.get());
@@ -94,7 +95,7 @@ Result run_chunks(const PairKernels& kernels, const Pair& pair, size_t n, Percen
   {
     Largest largest = all.largest;
     std::unique_ptr<Counter> counter;
-    if (percentiles) counter = percentiles->counter(n);
+    if (percentiles) counter = percentiles->counter();
     // Dynamic schedules hand out chunks in ascending order, so a thread meets the first of its
     // equals first.
 #pragma omp for schedule(monotonic : dynamic, 2) nowait

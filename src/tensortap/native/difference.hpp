@@ -34,22 +34,23 @@ struct Largest {
 constexpr std::size_t kMaxCells = 16;
 constexpr std::size_t kMaxCollected = 8;
 
-// Closed intervals of |d| that the percentiles may lie in. The first `collected` ones give up their
-// values; of the others, single points that many values share, only counts are of interest.
+// Disjoint closed intervals of |d| that the percentiles may lie in. The first `collected` ones,
+// ascending, give up their values; of the others, single points that many values share, only counts
+// are of interest.
 struct Cells {
   std::size_t count, collected;
   double lo[kMaxCells], hi[kMaxCells];
+  // The same for |d| rounded to float. Where there are points, only if rounding changed nothing.
   float lo32[kMaxCells], hi32[kMaxCells];
-  bool narrow;  // lo32 and hi32 may be used: bounds for a first look, or, with points, exact ones
+  bool narrow;  // such bounds exist
 };
 
-// A thread's findings. In a call, kernels append at most as many hits as the call has elements.
+// A thread's findings.
 struct Tally {
   std::int64_t at_least[kMaxCells];  // values >= lo
   std::int64_t above[kMaxCells];     // points only: values > hi
-  std::int64_t inside[kMaxCells];    // collected ones only
-  double* hits[kMaxCollected];
-  std::size_t used[kMaxCollected];
+  double* hits;                      // values in the collected cells; a call appends at most its n
+  std::size_t used;
   std::uint32_t* table;  // buckets of a histogram, kBuckets / 2 + 1 of them; may be null
 };
 

@@ -140,26 +140,23 @@ struct Shift {
 // Sums over a block, with all lanes added up.
 template <bool kShift>
 struct Sums {
-  vf64 r = {}, d = {}, rr = {}, dd = {}, rd = {}, rc = {}, r_abs = {}, d_abs = {}, relative = {};
+  vf64 r = {}, d = {}, rr = {}, dd = {}, rd = {}, r_abs = {}, d_abs = {}, relative = {};
   vf64 relative_top = {}, d_top = {};
   vi64 mismatched = {};
-  vf64 r_shift, c_shift, d_shift, rtol, atol, epsilon;
+  vf64 r_shift, d_shift, rtol, atol, epsilon;
 
   Sums(const Pair& pair, const Shift& shift)
-      : r_shift(vf64{} + shift.r), c_shift(vf64{} + (shift.r + shift.d)),
-        d_shift(vf64{} + shift.d), rtol(vf64{} + pair.rtol), atol(vf64{} + pair.atol),
-        epsilon(vf64{} + kEpsilon) {}
+      : r_shift(vf64{} + shift.r), d_shift(vf64{} + shift.d), rtol(vf64{} + pair.rtol),
+        atol(vf64{} + pair.atol), epsilon(vf64{} + kEpsilon) {}
 
-  vf64 add(vf64 x, vf64 y, vf64 step) {
+  vf64 add(vf64 x, vf64 step) {
     const vf64 size = absolute(x), distance = absolute(step);
-    const vf64 x0 = kShift ? x - r_shift : x, y0 = kShift ? y - c_shift : y;
-    const vf64 d0 = kShift ? step - d_shift : step;
+    const vf64 x0 = kShift ? x - r_shift : x, d0 = kShift ? step - d_shift : step;
     r += x0;
     d += d0;
     rr = fused(x0, x0, rr);
     dd = fused(d0, d0, dd);
     rd = fused(x0, d0, rd);
-    rc = fused(x0, y0, rc);
     r_abs += size;
     d_abs += distance;
     const vf64 ratio = quotient(distance, size + epsilon);
@@ -185,8 +182,7 @@ inline Fast finish(const Sums<kShift>& sums, const Shift& shift, size_t n) {
   s.d_abs = horizontal(sums.d_abs);
   s.relative = horizontal(sums.relative);
   const double r = horizontal(sums.r), d = horizontal(sums.d), rr = horizontal(sums.rr);
-  const double dd = horizontal(sums.dd), rd = horizontal(sums.rd), rc = horizontal(sums.rc);
-  const double total = double(n);
+  const double dd = horizontal(sums.dd), rd = horizontal(sums.rd), total = double(n);
   const double all = s.r_abs + s.d_abs + s.relative + rr + dd;
   if (!(all - all == 0)) return f;
   const double r_rest = r / total, d_rest = d / total;
@@ -199,16 +195,19 @@ inline Fast finish(const Sums<kShift>& sums, const Shift& shift, size_t n) {
   s.r_m2 = rr - r * r_rest;
   s.d_m2 = dd - d * d_rest;
   s.rd = rd - r * d_rest;
-  // About the shifts, the candidate's rest is that of its own, which may be rounded differently.
-  const double c_shift = shift.r + shift.d, c_rest = kShift ? s.c_mean - c_shift : r_rest + d_rest;
-  s.rc = rc - r * c_rest;
-  s.c_m2 = s.r_m2 + 2 * s.rd + s.d_m2;
+  s.rc = s.r_m2 + s.rd;
+  s.c_m2 = s.rc + s.rd + s.d_m2;
   s.rd_sum = kShift ? s.rd + total * s.r_mean * s.d_mean : rd;
-  s.rc_sum = kShift ? s.rc + total * s.r_mean * s.c_mean : rc;
+  s.rc_sum = kShift ? s.rc + total * s.r_mean * s.c_mean : rr + rd;
   const double spread = s.r_m2 + s.d_m2, c_length = s.c_m2 + total * s.c_mean * s.c_mean;
   const double length = spread + total * (s.r_mean * s.r_mean + s.d_mean * s.d_mean);
-  f.usable = s.r_m2 >= kCancels * rr && s.d_m2 >= kCancels * dd &&
-             s.c_m2 >= kCandidateCancels * spread && c_length >= kCandidateCancels * length;
+  // What stands for the candidate is a sum of larger numbers. Did enough remain?
+  const auto remains = [](double sum, double terms) {
+    return __builtin_fabs(sum) >= kCandidateCancels * terms;
+  };
+  f.usable = remains(s.c_m2, spread) && remains(c_length, length) && remains(s.rc, s.r_m2) &&
+             (kShift || remains(s.rc_sum, rr));
+  f.usable = f.usable && s.r_m2 >= kCancels * rr && s.d_m2 >= kCancels * dd && s.c_m2 >= 0;
   return f;
 }
 
@@ -234,8 +233,8 @@ inline Fast fast32(const Pair& pair, const char* rp, const char* cp, size_t n, c
     halves(x, x2);
     halves(y, y2);
     const vf64 d0 = y2[0] - x2[0], d1 = y2[1] - x2[1];
-    sums.add(x2[0], y2[0], d0);
-    sums.add(x2[1], y2[1], d1);
+    sums.add(x2[0], d0);
+    sums.add(x2[1], d1);
     if (kKeep != kNothing) {
       const vf32 d = y - x, distance = absolute(d);
       std::memcpy(kept + i, &distance, sizeof distance);
@@ -264,7 +263,7 @@ inline Fast fast64(const Pair& pair, const Loose<double>* rp, const Loose<double
     const vf64 x = load<vf64>(rp + i), y = load<vf64>(cp + i);
     r_top = greatest_of(absolute(x), r_top);
     c_top = greatest_of(absolute(y), c_top);
-    const vf64 distance = sums.add(x, y, y - x);
+    const vf64 distance = sums.add(x, y - x);
     if (kKeep) std::memcpy(kept + i, &distance, sizeof distance);
   }
   Fast f = finish(sums, shift, n);
@@ -287,6 +286,10 @@ struct Job {
     const size_t size = bytes_of(pair.r_dtype);
     return pair.r_dtype == pair.c_dtype &&
            std::memcmp(pair.r + start * size, pair.c + start * size, n * size) == 0;
+  }
+  Ahead ahead(size_t start, size_t n) const {
+    const size_t r_size = bytes_of(pair.r_dtype), c_size = bytes_of(pair.c_dtype);
+    return {pair.r + (start + n) * r_size, pair.c + (start + n) * c_size, r_size, c_size};
   }
   void take(const PairState& s, size_t start, size_t n) {
     // Most differ by a number; only where none does are the bytes looked at.
@@ -364,11 +367,11 @@ void narrow_chunk(Job& job, size_t first, size_t count) {
           job.largest = {f.d_top, int64_t(start + i), element<R>(rp, i), element<C>(cp, i)};
         }
         if (job.cells && narrow && !(points && rounded)) {
-          count_narrow(kept, whole, *job.cells, job.tally, distance);
+          count_narrow(kept, whole, *job.cells, job.tally, job.ahead(start, whole), distance);
         } else if (job.cells) {
           alignas(64) double exactly[kPairBlock + kPadding];
           for (size_t i = 0; i < whole; ++i) exactly[i] = distance(i);
-          count_wide(exactly, whole, *job.cells, job.tally);
+          count_wide(exactly, whole, *job.cells, job.tally, job.ahead(start, whole));
         }
       }
     }
@@ -410,7 +413,7 @@ void wide_chunk(Job& job, size_t first, size_t count) {
           while (__builtin_fabs(wide.c[i] - wide.r[i]) != f.d_top) ++i;
           job.largest = {f.d_top, int64_t(start + i), wide.r[i], wide.c[i]};
         }
-        if (job.cells) count_wide(kept, whole, *job.cells, job.tally);
+        if (job.cells) count_wide(kept, whole, *job.cells, job.tally, job.ahead(start, whole));
       }
     }
     if (whole < size) {

@@ -11,9 +11,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <new>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -27,6 +33,7 @@ using std::uint32_t;
 using std::uint64_t;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr float kInf32 = std::numeric_limits<float>::infinity();
 constexpr int kPercents[] = {50, 90, 95, 99};
 
 constexpr uint64_t kAll = 4096;                    // up to here, all values are kept
@@ -59,18 +66,37 @@ uint64_t scramble(uint64_t x) {
 
 float rounded_down(double x) {
   const float f = float(x);
-  return double(f) > x ? std::nextafter(f, -std::numeric_limits<float>::infinity()) : f;
+  return double(f) > x ? std::nextafter(f, -kInf32) : f;
 }
 
 float rounded_up(double x) {
   const float f = float(x);
-  return double(f) < x ? std::nextafter(f, std::numeric_limits<float>::infinity()) : f;
+  return double(f) < x ? std::nextafter(f, kInf32) : f;
+}
+
+// The nearest floats at or beyond x with an even last bit.
+float even_below(double x) {
+  float f = rounded_down(x);
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  bits &= ~1u;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+float even_above(double x) {
+  float f = rounded_up(x);
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  bits += bits & 1;
+  std::memcpy(&f, &bits, 4);
+  return f;
 }
 
 uint64_t sample_size(uint64_t total) {
   if (total <= kAll) return 0;
   if (total <= kTallied) return std::max<uint64_t>(kAll, total / 16);
-  return std::min(kLargestSample, std::max(kSample, total >> 10));
+  return std::min(kLargestSample, std::max(kSample, total >> 7));
 }
 
 // The sample on a logarithmic grid of 512 steps an octave, over the 256 octaves below its maximum.
@@ -79,11 +105,30 @@ class Grid {
   Grid(const std::vector<double>& sample, double most) : counts_(kSize + 1, 0) {
     const uint64_t top = key_of(most) >> kShift;
     base_ = top > kSize - 1 ? top - (kSize - 1) : 0;
-    for (double x : sample)
-      if (x == x) ++counts_[place(x) + 1];
-    for (size_t k = 1; k <= kSize; ++k) counts_[k] += counts_[k - 1];
+    low_ = kSize - 1, high_ = 0;
+    for (double x : sample) {
+      if (x != x) continue;
+      const uint64_t at = place(x);
+      low_ = at < low_ ? at : low_;
+      high_ = at > high_ ? at : high_;
+      ++counts_[at + 1];
+    }
+    for (uint64_t k = low_ + 1; k <= high_ + 1; ++k) counts_[k] += counts_[k - 1];
+    std::fill(counts_.begin() + int64_t(high_) + 2, counts_.end(), counts_[high_ + 1]);
   }
   uint64_t total() const { return counts_[kSize]; }
+  // The same on the coarser grid of a histogram, which has an edge wherever this has one.
+  void tally(std::vector<int64_t>& histogram) const {
+    for (uint64_t k = low_; k <= high_; ++k) {
+      const uint32_t count = counts_[k + 1] - counts_[k];
+      if (!count) continue;
+      const double most = std::numeric_limits<float>::max();
+      const float narrow = float(std::min(edge(k), most));
+      uint32_t bits;
+      std::memcpy(&bits, &narrow, 4);
+      histogram[bits >> 19] += count;
+    }
+  }
   double lower(double rank) const { return rank < 0 ? 0.0 : edge(holder(rank)); }
   double upper(double rank) const {
     return rank >= double(total()) ? kInf : edge(holder(rank) + 1);
@@ -111,30 +156,40 @@ class Grid {
     const uint64_t key = at + base_;
     return key >= (uint64_t(0x7ff) << 9) ? kInf : from_key(key << kShift);
   }
-  uint64_t base_;
+  uint64_t base_, low_, high_;
   std::vector<uint32_t> counts_;  // before each place
 };
 
 // The share of the sample below each limit, by groups of runs that lie interleaved: their
 // disagreement tells how much a sample of neighbours really knows.
 void standard_errors(const std::vector<double>& sample, const double* limits, double* errors) {
-  int64_t below[kGroups][4] = {}, sizes[kGroups] = {};
-  for (size_t j = 0; j * kRun < sample.size(); ++j) {
-    const double* run = sample.data() + j * kRun;
-    const size_t g = j % kGroups;
-    int64_t size = 0, count[4] = {};
-    for (size_t i = 0; i < kRun; ++i) {
-      size += run[i] == run[i];
-      for (int p = 0; p < 4; ++p) count[p] += run[i] < limits[p];
+  int64_t counts[kGroups * 5] = {};  // below each limit, and all
+  const auto runs = int64_t(sample.size() / kRun);
+  const int team = thread_count(0, size_t(runs) >> 12);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1) \
+    reduction(+ : counts[:kGroups * 5])
+#else
+  (void)team;
+#endif
+  for (int64_t j = 0; j < runs; ++j) {
+    const double* run = sample.data() + size_t(j) * kRun;
+    int64_t* own = counts + 5 * (j % kGroups);
+    for (int p = 0; p < 4; ++p) {
+      int64_t below = 0;
+      for (size_t i = 0; i < kRun; ++i) below += run[i] < limits[p];
+      own[p] += below;
     }
-    sizes[g] += size;
-    for (int p = 0; p < 4; ++p) below[g][p] += count[p];
+    int64_t size = 0;
+    for (size_t i = 0; i < kRun; ++i) size += run[i] == run[i];
+    own[4] += size;
   }
   for (int p = 0; p < 4; ++p) {
     double shares[kGroups], mean = 0, squares = 0;
     int groups = 0;
     for (int g = 0; g < kGroups; ++g)
-      if (sizes[g]) mean += shares[groups++] = double(below[g][p]) / double(sizes[g]);
+      if (const int64_t size = counts[5 * g + 4])
+        mean += shares[groups++] = double(counts[5 * g + p]) / double(size);
     errors[p] = 1;
     if (groups < 2) continue;
     mean /= groups;
@@ -143,69 +198,139 @@ void standard_errors(const std::vector<double>& sample, const double* limits, do
   }
 }
 
-// The values at ascending ranks; few or many, narrowly spread or all alike.
-std::vector<double> select(std::vector<double>& values, const std::vector<int64_t>& ranks) {
-  constexpr size_t kFew = 4096, kPlaces = 8192;
-  std::vector<double> result;
-  const auto pick = [&](std::vector<double>& some, int64_t rank) {
-    std::nth_element(some.begin(), some.begin() + rank, some.end());
-    return some[size_t(rank)];
-  };
-  double lo = kInf, hi = 0;
-  if (values.size() > kFew)
-    for (double x : values) lo = x < lo ? x : lo, hi = x > hi ? x : hi;
-  const double scale = double(kPlaces - 1) / (hi - lo);
-  if (values.size() <= kFew || !(hi > lo) || !(scale < kInf) || hi == kInf) {
-    for (int64_t rank : ranks) result.push_back(pick(values, rank));
-    return result;
-  }
-  std::vector<uint32_t> counts(kPlaces, 0);
-  const auto place = [&](double x) { return size_t((x - lo) * scale); };
-  for (double x : values) ++counts[place(x)];
-  for (int64_t rank : ranks) {
-    size_t at = 0;
-    int64_t below = 0;
-    while (below + counts[at] <= rank) below += counts[at++];
-    std::vector<double> some;
-    some.reserve(counts[at]);
-    for (double x : values)
-      if (place(x) == at) some.push_back(x);
-    result.push_back(pick(some, rank - below));
-  }
-  return result;
+int digit_shift(uint64_t lo, uint64_t hi) {
+  int shift = 0;
+  while (((hi - lo) >> shift) >> kDigit) ++shift;
+  return shift;
 }
+
+// Where a hit belongs: its cell, and by the leading bits of its distance from the cell's beginning,
+// one of many places in it.
+class Sorter {
+ public:
+  explicit Sorter(const Cells& cells) : last_(cells.collected ? cells.collected - 1 : 0) {
+    for (size_t k = 0; k < cells.collected; ++k) {
+      hi_[k] = cells.hi[k], start_[k] = key_of(cells.lo[k]);
+      shift_[k] = digit_shift(start_[k], key_of(cells.hi[k]));
+    }
+  }
+  size_t operator()(double x) const {
+    size_t cell = 0;
+    for (size_t k = 0; k < last_; ++k) cell += x > hi_[k];
+    return (cell << kDigit) + size_t((key_of(x) - start_[cell]) >> shift_[cell]);
+  }
+
+ private:
+  size_t last_;
+  double hi_[kMaxCollected];
+  uint64_t start_[kMaxCollected];
+  int shift_[kMaxCollected];
+};
 
 }  // namespace
 
 // ---- A thread's share ----------------------------------------------------------------------------
 
-Counter::Counter(const Cells& cells, size_t n, bool table) {
-  const size_t room = std::min(n, kChunk);
-  room_.reset(new double[room * cells.collected + 1]);
-  for (size_t k = 0; k < cells.collected; ++k) tally_.hits[k] = room_.get() + k * room;
+// Large blocks come from a pool, which keeps some of them: in a virtual machine, the first touch of
+// a page costs more than what is computed about the values that go there.
+namespace {
+
+constexpr size_t kLarge = size_t(1) << 18;  // values
+constexpr size_t kHugePage = size_t(1) << 21;
+static_assert(kLarge * sizeof(double) == kHugePage, "a large block is one huge page");
+
+class Pool {
+ public:
+  double* take() {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (count_) return free_[--count_];
+    }
+    void* memory = std::aligned_alloc(kHugePage, kHugePage);
+    if (!memory) throw std::bad_alloc();
+#ifdef __linux__
+    madvise(memory, kHugePage, MADV_HUGEPAGE);
+#endif
+    return static_cast<double*>(memory);
+  }
+  void give(double* block) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (count_ < kKept) return void(free_[count_++] = block);
+    }
+    std::free(block);
+  }
+
+ private:
+  static constexpr size_t kKept = 8;  // 16 MiB
+  std::mutex mutex_;
+  double* free_[kKept];
+  size_t count_ = 0;
+};
+
+Pool& pool() {
+  static Pool* const instance = new Pool;  // never destroyed: threads may outlive what is
+  return *instance;
+}
+
+void give_back(void* block) { pool().give(static_cast<double*>(block)); }
+
+}  // namespace
+
+double* Hits::room(size_t size) {
+  if (blocks_.empty() || blocks_.back().size - blocks_.back().used < size) {
+    if (size >= kLarge / 4 && size <= kLarge) {
+      blocks_.push_back({{pool().take(), give_back}, kLarge, 0});
+    } else {
+      auto* memory = static_cast<double*>(std::malloc(size * sizeof(double)));
+      if (!memory) throw std::bad_alloc();
+      blocks_.push_back({{memory, std::free}, size, 0});
+    }
+  }
+  return blocks_.back().values.get() + blocks_.back().used;
+}
+
+void Hits::append(Hits& other) {
+  for (Block& block : other.blocks_)
+    if (block.used) blocks_.insert(blocks_.begin(), std::move(block));
+  other.blocks_.clear();
+}
+
+size_t Hits::total() const {
+  size_t sum = 0;
+  for (const Block& block : blocks_) sum += block.used;
+  return sum;
+}
+
+Counter::Counter(bool table) {
   if (table) table_.reset(new uint32_t[kBuckets / 2 + 1]());
   tally_.table = table_.get();
 }
 
-void Counter::flush(size_t limit) {
-  for (size_t k = 0; k < kMaxCollected; ++k) {
-    const size_t used = tally_.used[k];
-    if (!used) continue;
-    tally_.used[k] = 0;
-    if (kept_ + used > limit) full_ = true;
-    if (full_) continue;
-    hits_[k].insert(hits_[k].end(), tally_.hits[k], tally_.hits[k] + used);
-    kept_ += used;
+Tally* Counter::prepare(size_t n, size_t limit) {
+  if (kept_ > limit) {
+    full_ = true;
+    hits_.clear();
+    kept_ = 0;
   }
+  // What is dropped still has to be written somewhere.
+  if (full_) hits_.clear();
+  tally_.hits = hits_.room(n + 4);
+  tally_.used = 0;
+  return &tally_;
 }
 
-std::unique_ptr<Counter> Percentiles::counter(size_t n) const {
-  return std::unique_ptr<Counter>(new Counter(cells_, n, first_ && total_ <= kTallied));
+void Counter::keep() {
+  hits_.add(tally_.used);
+  kept_ += tally_.used;
+}
+
+std::unique_ptr<Counter> Percentiles::counter() const {
+  return std::unique_ptr<Counter>(new Counter(first_ && total_ <= kTallied));
 }
 
 size_t Percentiles::hit_limit(int threads) const {
-  size_t kept = 0;
-  for (const auto& hits : hits_) kept += hits.size();
+  const size_t kept = hits_.total();
   return kept >= kHits ? 0 : (kHits - kept) / size_t(threads);
 }
 
@@ -213,14 +338,10 @@ void Percentiles::absorb(Counter& counter) {
   for (size_t k = 0; k < cells_.count; ++k) {
     at_least_[k] += counter.tally_.at_least[k];
     above_[k] += counter.tally_.above[k];
-    inside_[k] += counter.tally_.inside[k];
   }
   full_ |= counter.full_;
-  for (size_t k = 0; k < cells_.collected; ++k) {
-    if (full_) std::vector<double>().swap(hits_[k]);
-    else if (hits_[k].empty()) hits_[k].swap(counter.hits_[k]);
-    else hits_[k].insert(hits_[k].end(), counter.hits_[k].begin(), counter.hits_[k].end());
-  }
+  if (full_) hits_.clear();
+  else hits_.append(counter.hits_);
   if (counter.table_)
     for (size_t k = 0; k < kBuckets / 2; ++k) histogram_[k] += counter.table_[k];
 }
@@ -255,7 +376,9 @@ void Percentiles::sample_runs(const PairKernels& kernels, const Pair& pair, uint
     if (start >= position_ + n) break;
     if (start < position_) continue;
     const size_t size = size_t(std::min<uint64_t>(kRun, position_ + n - start));
-    kernels.distances(pair, at, size, sample_.data() + size_t(j) * kRun);
+    double* run = sample_.data() + size_t(j) * kRun;
+    kernels.distances(pair, at, size, run);
+    for (size_t i = 0; i < size; ++i) seen_ += run[i] == run[i], most_ = run[i] > most_ ? run[i] : most_;
     at += kRun;
   }
   position_ += n;
@@ -268,9 +391,12 @@ void Percentiles::sample(const PairKernels& kernels, const Pair& pair, size_t n,
   const auto first = int64_t(begin / spacing_);
   const auto last = int64_t(std::min<uint64_t>(runs_, (end - 1) / spacing_ + 1));
   const size_t r_size = element_size(pair.r_dtype), c_size = element_size(pair.c_dtype);
+  uint64_t seen = 0;
+  double most = 0;
   const int team = thread_count(threads, size_t(last > first ? last - first : 0) / 256);
 #ifdef _OPENMP
-#pragma omp parallel for schedule(static) num_threads(team) if (team > 1)
+#pragma omp parallel for schedule(static) num_threads(team) if (team > 1) \
+    reduction(+ : seen) reduction(max : most)
 #else
   (void)team;
 #endif
@@ -282,8 +408,12 @@ void Percentiles::sample(const PairKernels& kernels, const Pair& pair, size_t n,
     }
     if (start < begin || start >= end) continue;
     const size_t size = size_t(std::min<uint64_t>(kRun, end - start));
-    kernels.distances(pair, size_t(start - begin), size, sample_.data() + size_t(j) * kRun);
+    double* run = sample_.data() + size_t(j) * kRun;
+    kernels.distances(pair, size_t(start - begin), size, run);
+    for (size_t i = 0; i < size; ++i) seen += run[i] == run[i], most = run[i] > most ? run[i] : most;
   }
+  seen_ += seen;
+  most_ = std::max(most_, most);
 }
 
 void Percentiles::collect_all() {
@@ -292,27 +422,17 @@ void Percentiles::collect_all() {
 }
 
 void Percentiles::plan() {
-  double most = 0;
-  uint64_t seen = 0;
-  for (double x : sample_) seen += x == x, most = x > most ? x : most;
-  if (seen < 256) {
+  if (seen_ < 256) {
     collect_all();
     return arrange();
   }
-  if (total_ > kTallied)
-    for (double x : sample_) {
-      if (x != x) continue;
-      const float narrow = x > std::numeric_limits<float>::max() ? std::numeric_limits<float>::max() : float(x);
-      uint32_t bits;
-      std::memcpy(&bits, &narrow, 4);
-      ++histogram_[bits >> 19];
-    }
-  const Grid grid(sample_, most);
-  const double m = double(seen);
+  const Grid grid(sample_, most_);
+  if (total_ > kTallied) grid.tally(histogram_);
+  const double m = double(seen_);
   double limits[4], errors[4];
   for (int p = 0; p < 4; ++p) limits[p] = grid.upper(kPercents[p] / 100.0 * (m - 1));
   standard_errors(sample_, limits, errors);
-  for (double sigmas : {4.2, 3.4, 2.8}) {
+  for (double sigmas : {3.8, 3.2, 2.7}) {
     ranges_.clear();
     uint64_t inside = 0;
     double expected = 0;
@@ -341,13 +461,12 @@ void Percentiles::plan() {
 
 // Single out the values of a range that many share.
 void Percentiles::split(double lo, double hi, double share) {
-  constexpr size_t kEnough = 8192;
+  constexpr size_t kEnough = 4096;
   constexpr double kHeavy = 0.003;
   std::vector<double> some;
-  const double step = std::max(1.0, share * double(sample_.size()) / kEnough);
-  double next = 0, seen = 0;
-  for (double x : sample_)
-    if (x >= lo && x <= hi && seen++ >= next) some.push_back(x), next += step;
+  const auto step = size_t(std::max(1.0, share * double(sample_.size()) / kEnough));
+  for (size_t i = 0; i < sample_.size(); i += step)
+    if (sample_[i] >= lo && sample_[i] <= hi) some.push_back(sample_[i]);
   std::sort(some.begin(), some.end());
   double from = lo;
   size_t between = 0;
@@ -378,11 +497,20 @@ void Percentiles::arrange() {
   Cells& c = cells_;
   c = Cells{};
   c.narrow = true;
+  std::sort(ranges_.begin(), ranges_.end());
   for (const auto& range : ranges_) {
-    c.lo[c.count] = range.first, c.hi[c.count] = range.second;
-    // With points, values are only compared as floats where that is exact.
-    c.lo32[c.count] = points_.empty() ? rounded_down(range.first) : rounded_up(range.first);
-    c.hi32[c.count] = points_.empty() ? rounded_up(range.second) : rounded_down(range.second);
+    double lo = range.first, hi = range.second;
+    float &lo32 = c.lo32[c.count], &hi32 = c.hi32[c.count];
+    if (points_.empty()) {
+      // Between what rounds to the one bound and to the other. Those have even last bits (there are
+      // but nine before), so what lies halfway between two floats rounds to them.
+      lo32 = even_below(lo), hi32 = even_above(hi);
+      lo = lo32 > 0 ? (double(std::nextafter(lo32, -kInf32)) + double(lo32)) / 2 : 0.0;
+      hi = hi32 < kInf32 ? (double(hi32) + double(std::nextafter(hi32, kInf32))) / 2 : kInf;
+    } else {
+      lo32 = rounded_up(lo), hi32 = rounded_down(hi);
+    }
+    c.lo[c.count] = lo, c.hi[c.count] = hi;
     ++c.count;
   }
   c.collected = c.count;
@@ -394,8 +522,7 @@ void Percentiles::arrange() {
   }
   std::fill(at_least_, at_least_ + kMaxCells, 0);
   std::fill(above_, above_ + kMaxCells, 0);
-  std::fill(inside_, inside_ + kMaxCells, 0);
-  for (auto& hits : hits_) hits.clear();
+  hits_.clear();
   full_ = false;
 }
 
@@ -421,57 +548,124 @@ bool Percentiles::settle(int64_t finite) {
   return !next_pass();
 }
 
+// The hits by cell and place.
+std::vector<int64_t> Percentiles::count_hits() const {
+  const Sorter sorter(cells_);
+  const auto& blocks = hits_.blocks();
+  std::vector<int64_t> counts(cells_.collected << kDigit, 0);
+  const int team = thread_count(0, std::min(blocks.size(), hits_.total() >> 14));
+#ifdef _OPENMP
+#pragma omp parallel num_threads(team) if (team > 1)
+#else
+  (void)team;
+#endif
+  {
+    std::vector<uint32_t> own(counts.size(), 0);
+#ifdef _OPENMP
+#pragma omp for schedule(dynamic, 1) nowait
+#endif
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const double* values = blocks[b].values.get();
+      for (size_t i = 0; i < blocks[b].used; ++i) ++own[sorter(values[i])];
+    }
+#ifdef _OPENMP
+#pragma omp critical(tensortap_percentiles)
+#endif
+    for (size_t k = 0; k < own.size(); ++k) counts[k] += own[k];
+  }
+  return counts;
+}
+
 void Percentiles::locate_all() {
+  const std::vector<int64_t> counts = full_ ? std::vector<int64_t>() : count_hits();
   std::vector<size_t> order(cells_.count);
   for (size_t k = 0; k < order.size(); ++k) order[k] = k;
   std::sort(order.begin(), order.end(),
             [&](size_t a, size_t b) { return cells_.lo[a] < cells_.lo[b]; });
+  int64_t inside[kMaxCells] = {};
+  for (size_t k = 0; k < cells_.count; ++k) {
+    if (k >= cells_.collected) inside[k] = at_least_[k] - above_[k];
+    else if (full_) inside[k] = at_least_[k];  // which is too many, until the next cell takes over
+    else for (size_t i = 0; i < size_t(1) << kDigit; ++i) inside[k] += counts[(k << kDigit) + i];
+  }
   std::vector<Open> asked;
   asked.swap(open_);
-  std::vector<std::pair<size_t, int64_t>> wanted;  // cell, rank
-  for (const Open& open : asked) locate(open, order, wanted);
-  std::vector<std::vector<int64_t>> ranks(cells_.collected);
-  std::vector<std::vector<double>> values(cells_.collected);
-  for (const auto& want : wanted)
-    ranks[want.first].push_back(want.second - (finite_ - at_least_[want.first]));
-  const auto cells = int64_t(cells_.collected);
-  size_t kept = 0;
-  for (const auto& hits : hits_) kept += hits.size();
-  const int team = thread_count(0, kept >> 14);
+  std::vector<std::pair<size_t, int64_t>> wanted;  // cell, rank in it
+  for (const Open& open : asked) {
+    uint64_t lo = 0;
+    int64_t passed = 0;
+    bool done = false;
+    for (size_t at = 0; at < order.size() && !done; ++at) {
+      const size_t k = order[at];
+      const bool collected = k < cells_.collected;
+      const int64_t below = finite_ - at_least_[k];
+      done = true;
+      if (open.rank < below) {
+        open_.push_back({open.rank, lo, key_of(cells_.lo[k]) - 1, passed, below - passed});
+      } else if (open.rank >= below + inside[k] ||
+                 (full_ && collected && at + 1 < order.size() &&
+                  open.rank >= finite_ - at_least_[order[at + 1]])) {
+        done = false;
+      } else if (!collected) {
+        found_.push_back({open.rank, cells_.lo[k]});
+      } else if (full_) {
+        // The cell, or the gap behind it.
+        const bool end = at + 1 == order.size();
+        const uint64_t hi = end ? key_of(kInf) : key_of(cells_.lo[order[at + 1]]) - 1;
+        const int64_t next = end ? finite_ : finite_ - at_least_[order[at + 1]];
+        open_.push_back({open.rank, key_of(cells_.lo[k]), hi, below, next - below});
+      } else {
+        wanted.push_back({k, open.rank - below});
+      }
+      lo = key_of(cells_.hi[k]) + 1;
+      passed = below + inside[k];
+    }
+    if (!done) open_.push_back({open.rank, lo, key_of(kInf), passed, finite_ - passed});
+  }
+  select(wanted, counts);
+}
+
+void Percentiles::select(const std::vector<std::pair<size_t, int64_t>>& wanted,
+                         const std::vector<int64_t>& counts) {
+  std::vector<std::vector<double>> places;
+  std::vector<unsigned char> marked(counts.size(), 0);
+  std::vector<std::pair<size_t, int64_t>> answers;  // index into places, rank within
+  for (const auto& want : wanted) {
+    size_t at = want.first << kDigit;
+    int64_t rank = want.second;
+    while (counts[at] <= rank) rank -= counts[at++];
+    if (!marked[at]) {
+      places.emplace_back();
+      places.back().reserve(size_t(counts[at]));
+      marked[at] = static_cast<unsigned char>(places.size());
+    }
+    answers.push_back({size_t(marked[at]) - 1, rank});
+  }
+  const Sorter sorter(cells_);
+  const auto& blocks = hits_.blocks();
+  const int team = thread_count(0, std::min(blocks.size(), hits_.total() >> 14));
 #ifdef _OPENMP
 #pragma omp parallel for schedule(dynamic, 1) num_threads(team) if (team > 1)
 #else
   (void)team;
 #endif
-  for (int64_t k = 0; k < cells; ++k)
-    if (!ranks[size_t(k)].empty()) values[size_t(k)] = select(hits_[k], ranks[size_t(k)]);
-  for (size_t k = 0; k < cells_.collected; ++k)
-    for (size_t i = 0; i < ranks[k].size(); ++i)
-      found_.push_back({ranks[k][i] + (finite_ - at_least_[k]), values[k][i]});
-}
-
-void Percentiles::locate(const Open& open, const std::vector<size_t>& order,
-                         std::vector<std::pair<size_t, int64_t>>& wanted) {
-  uint64_t lo = 0;
-  int64_t passed = 0;
-  for (size_t k : order) {
-    const int64_t below = finite_ - at_least_[k];
-    if (open.rank < below) {
-      open_.push_back({open.rank, lo, key_of(cells_.lo[k]) - 1, passed, below - passed});
-      return;
-    }
-    const bool collected = k < cells_.collected;
-    const int64_t inside = collected ? inside_[k] : at_least_[k] - above_[k];
-    if (open.rank < below + inside) {
-      if (!collected) found_.push_back({open.rank, cells_.lo[k]});
-      else if (!full_) wanted.push_back({k, open.rank});
-      else open_.push_back({open.rank, key_of(cells_.lo[k]), key_of(cells_.hi[k]), below, inside});
-      return;
-    }
-    lo = key_of(cells_.hi[k]) + 1;
-    passed = below + inside;
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    if (wanted.empty()) continue;
+    const double* values = blocks[b].values.get();
+    for (size_t i = 0; i < blocks[b].used; ++i)
+      if (const unsigned char mark = marked[sorter(values[i])]) {
+#ifdef _OPENMP
+#pragma omp critical(tensortap_percentiles)
+#endif
+        places[size_t(mark) - 1].push_back(values[i]);
+      }
   }
-  open_.push_back({open.rank, lo, key_of(kInf), passed, finite_ - passed});
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    std::vector<double>& values = places[answers[i].first];
+    const auto at = values.begin() + answers[i].second;
+    std::nth_element(values.begin(), at, values.end());
+    found_.push_back({wanted[i].second + (finite_ - at_least_[wanted[i].first]), *at});
+  }
 }
 
 // True when another pass over the stream is needed, for which everything is then prepared.
@@ -498,12 +692,6 @@ bool Percentiles::next_pass() {
     for (const auto& span : spans_) ranges_.push_back({from_key(span.first), from_key(span.second)});
   arrange();
   return !open_.empty();
-}
-
-int digit_shift(uint64_t lo, uint64_t hi) {
-  int shift = 0;
-  while (((hi - lo) >> shift) >> kDigit) ++shift;
-  return shift;
 }
 
 void Percentiles::narrow() {
@@ -539,7 +727,7 @@ void Percentiles::scan(const PairKernels& kernels, const Pair& pair, size_t n, i
 #pragma omp parallel num_threads(team) if (team > 1)
 #endif
   {
-    std::unique_ptr<Counter> own = counter(n);
+    std::unique_ptr<Counter> own = counter();
     std::vector<int64_t> tables(tables_.size(), 0);
     std::unique_ptr<double[]> room(new double[kPairBlock + kPadding]);
 #ifdef _OPENMP
@@ -551,7 +739,8 @@ void Percentiles::scan(const PairKernels& kernels, const Pair& pair, size_t n, i
         const size_t size = std::min(last - at, kPairBlock);
         kernels.distances(pair, at, size, room.get());
         if (!digits_) {
-          kernels.count(room.get(), size, cells_, own->get());
+          kernels.count(room.get(), size, cells_, own->prepare(size, limit));
+          own->keep();
           continue;
         }
         for (size_t s = 0; s < spans_.size(); ++s) {
@@ -564,7 +753,6 @@ void Percentiles::scan(const PairKernels& kernels, const Pair& pair, size_t n, i
           }
         }
       }
-      own->flush(limit);
     }
 #ifdef _OPENMP
 #pragma omp critical(tensortap_percentiles)

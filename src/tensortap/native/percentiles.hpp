@@ -10,20 +10,39 @@ namespace tensortap {
 
 constexpr std::size_t kRun = 16;  // neighbours that are sampled together
 
-// A thread's tally with room for its hits.
+// Values that were taken out, in blocks.
+class Hits {
+ public:
+  // Room for `size` more, in one piece.
+  double* room(std::size_t size);
+  void add(std::size_t used) { blocks_.back().used += used; }
+  void append(Hits& other);
+  void clear() { blocks_.clear(); }
+  std::size_t total() const;
+
+  struct Block {
+    std::unique_ptr<double, void (*)(void*)> values;
+    std::size_t size, used;
+  };
+  const std::vector<Block>& blocks() const { return blocks_; }
+
+ private:
+  std::vector<Block> blocks_;
+};
+
+// A thread's tally, and its hits.
 class Counter {
  public:
-  Counter(const Cells& cells, std::size_t n, bool table);
-  Tally* get() { return &tally_; }
-  // Move the hits of a chunk out of the kernels' way, or drop them beyond the limit.
-  void flush(std::size_t limit);
+  explicit Counter(bool table);
+  // The tally with room for so many hits; they are dropped once there are more than the limit.
+  Tally* prepare(std::size_t n, std::size_t limit);
+  void keep();
 
  private:
   friend class Percentiles;
   Tally tally_{};
-  std::unique_ptr<double[]> room_;
   std::unique_ptr<std::uint32_t[]> table_;
-  std::vector<double> hits_[kMaxCollected];
+  Hits hits_;
   std::size_t kept_ = 0;
   bool full_ = false;
 };
@@ -33,6 +52,8 @@ class Counter {
 class Percentiles {
  public:
   explicit Percentiles(std::uint64_t total);
+  Percentiles(const Percentiles&) = delete;
+  Percentiles& operator=(const Percentiles&) = delete;
 
   // The next n pairs of the stream.
   void sample(const PairKernels& kernels, const Pair& pair, std::size_t n, int threads);
@@ -49,7 +70,7 @@ class Percentiles {
   const std::vector<std::int64_t>& histogram() const { return histogram_; }
 
   const Cells& cells() const { return cells_; }
-  std::unique_ptr<Counter> counter(std::size_t n) const;
+  std::unique_ptr<Counter> counter() const;
   void absorb(Counter& counter);
   std::size_t hit_limit(int threads) const;
 
@@ -70,19 +91,22 @@ class Percentiles {
   void split(double lo, double hi, double share);
   void arrange();
   void locate_all();
-  void locate(const Open& open, const std::vector<std::size_t>& order,
-              std::vector<std::pair<std::size_t, std::int64_t>>& wanted);
+  void select(const std::vector<std::pair<std::size_t, std::int64_t>>& wanted,
+              const std::vector<std::int64_t>& counts);
+  std::vector<std::int64_t> count_hits() const;
   void narrow();
   bool next_pass();
 
   std::uint64_t total_, position_ = 0, spacing_ = 0;
   std::size_t runs_ = 0;
+  std::uint64_t seen_ = 0;  // finite ones of the sample
+  double most_ = 0;
   std::vector<double> sample_;
   std::vector<std::pair<double, double>> ranges_, points_;
   std::vector<std::int64_t> histogram_;
   Cells cells_{};
-  std::int64_t at_least_[kMaxCells] = {}, above_[kMaxCells] = {}, inside_[kMaxCells] = {};
-  std::vector<double> hits_[kMaxCollected];
+  std::int64_t at_least_[kMaxCells] = {}, above_[kMaxCells] = {};
+  Hits hits_;
   bool full_ = false, first_ = true, digits_ = false;
   std::int64_t finite_ = 0;
   std::vector<Open> open_;
