@@ -144,8 +144,12 @@ def test_floor_rules_and_presets_are_handed_on(run: Run, modes: Path) -> None:
     device = run("compare", modes / "fp32", modes / "bf16", "--preset", "device", "--json")
     assert device.code == 1
     assert device.json["preset"] == "device"
-    truth = run("compare", modes / "bf16", modes / "fp32", "--truth", modes / "fp32", "--json")
+    truth = run("compare", modes / "bf16", modes / "bug", "--truth", modes / "fp32", "--json")
     assert {row["nearer"] for row in truth.json["layers"]} == {"candidate"}
+    for role in ("--floor", "--truth"):
+        refused = run(*bug, role, modes / "bug")
+        assert refused.code == 2
+        assert "is the candidate itself" in refused.err
     chosen = run(*bug, "--layers", "blocks.{0,7}", "--json").json
     assert [row["layer"] for row in chosen["layers"]] == ["blocks.0", "blocks.7"]
 

@@ -274,11 +274,21 @@ def test_a_layout_is_not_believed_of_the_other_side(write: Write):
     assert second.problem and second.transform is None
 
 
-def test_equal_extents_that_were_swapped(write: Write):
+def test_equal_extents_that_were_swapped_are_a_mistake_with_a_hint(write: Write):
     square = torch.randn(3, 8, 8)
     site = only(write({"a": square}), write({"a": square.transpose(1, 2).contiguous()}))
-    assert name(site) == "permute (0, 2, 1)"
-    assert_equal([site])
+    assert name(site) is None and not site.problem
+    assert site.hint == "the values agree under 'permute (0, 2, 1)' of the candidate"
+
+
+def test_channels_that_are_no_padding_are_not_cut_off(write: Write):
+    wide = torch.randn(2, 5, 9)
+    site = only(write({"a": wide}), write({"a": wide[..., :-1].contiguous()}))
+    assert "The shapes do not fit: [2, 5, 9]" in site.problem
+    filled = nn.functional.pad(wide, (0, 3))
+    site = only(write({"a": wide}), write({"a": filled}))
+    assert name(site) == "padding: first 9 of 12 on axis 2"
+    assert site.cut
 
 
 def test_equal_extents_that_are_as_they_were(write: Write):
@@ -345,7 +355,7 @@ def test_channels_last_through_a_model(recorded: Recorded):
     torch.manual_seed(0)
     first, last = Model(False), Model(True)
     last.load_state_dict(first.state_dict())
-    x = torch.randn(2, 3, 6, 6)
+    x = torch.randn(2, 3, 7, 5)
     sites = pair_all(recorded(first, x, inputs=True), recorded(last, x, inputs=True))
     assert_equal(sites)
     assert [name(site) for site in sites].count("permute (0, 3, 1, 2)") == 2

@@ -33,8 +33,8 @@ def summary(
             "--sort",
             metavar="METRIC",
             help="Sort by a column (mode, first_layer_mse, first_layer_mae, last_layer_mse, "
-            "last_layer_mae, mean_correlation, grade, same, same_input, first_divergence) or by any "
-            "metric of the last layer, as cosine.",
+            "last_layer_mae, mean_correlation, grade, same, same_input, first_divergence) or by "
+            "any metric of the last layer, as cosine.",
         ),
     ] = None,
     descending: Annotated[

@@ -5,18 +5,32 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ..errors import ComparisonError
+from ..errors import ComparisonError, OptionError
 from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
 from .align import LayerPair
+from .environment import same_input
 from .floor import Floor
 from .results import LayerComparison
 from .sentences import name_of
 
-__all__ = ["Run", "check_compared", "check_paired", "notes_of", "opened", "warnings_of"]
+__all__ = [
+    "Run",
+    "check_compared",
+    "check_paired",
+    "check_third",
+    "notes_of",
+    "opened",
+    "third_warnings",
+    "warnings_of",
+]
 
 Run = str | os.PathLike[str] | Recording
 
+_THIRD = {
+    "floor": "a repeat of the reference, or the reference in the candidate's precision",
+    "truth": "the same model in higher precision",
+}
 _FEW = 0.25  # of the smaller recording's layers: below, the models look unrelated
 
 
@@ -54,7 +68,9 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
     """Refuse a comparison of which no pair could be measured."""
     if any(row.verdict not in ("missing", "incomparable") for row in rows):
         return
-    reasons = list(dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer is not None))
+    reasons = list(
+        dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer is not None)
+    )
     raise ComparisonError(
         f"None of the {len(reasons)} paired layers of {left.path} and {right.path} could be "
         f"compared. {' '.join(reasons[:3])}"
@@ -64,6 +80,23 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(name_of(name) for name in names[:3])
     return f"{shown}, … ({len(names)} layers)" if len(names) > 3 else (shown or "no layers")
+
+
+def check_third(left: Recording, right: Recording, third: Recording | None, role: str) -> None:
+    """Refuse a floor or truth that is one of the two sides: it would judge itself."""
+    for side, run in (("reference", left), ("candidate", right)):
+        if third is not None and third.path == run.path and left.path != right.path:
+            raise OptionError(
+                f"The {role} {third.path} is the {side} itself, which says nothing. Give another "
+                f"run: {_THIRD[role]}."
+            )
+
+
+def third_warnings(left: Recording, third: Recording | None, role: str) -> list[str]:
+    """That a floor or truth saw other inputs, and is no measure then."""
+    if third is None or same_input(left, third) is not False:
+        return []
+    return [f"The {role} {third.path} was given other inputs than the reference."]
 
 
 def warnings_of(
@@ -89,10 +122,20 @@ def warnings_of(
 
 
 def notes_of(
-    left: Recording, right: Recording, floor: Floor | None, rows: Sequence[LayerComparison]
+    left: Recording,
+    right: Recording,
+    floor: Floor | None,
+    conditions: Sequence[str],
+    rows: Sequence[LayerComparison],
 ) -> list[str]:
     """What the recordings say of themselves, and where the floor run is silent."""
     notes = [f"{run.path}: {text}" for run in (left, right) for text in run.notes]
+    if conditions and any(row.by_summaries for row in rows):
+        notes.append(
+            f"{' and '.join(conditions)} cannot be applied where a side holds summaries alone: "
+            "those layers are judged by their moments, range and counts. Record both sides with "
+            "keep='tensors'."
+        )
     if floor is not None:
         lacking = [
             name_of(row.layer)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..recording.reader import Layer, Recording
 from ..selection.recorded import choose_layers
 from .align import LayerPair, align
-from .checks import Run, check_compared, check_paired, notes_of, opened, warnings_of
+from .checks import (
+    Run,
+    check_compared,
+    check_paired,
+    check_third,
+    notes_of,
+    opened,
+    third_warnings,
+    warnings_of,
+)
 from .environment import environment_differences, same_input
 from .floor import Floor, FloorHere
 from .judge import Expectation, Judgement, judge
@@ -20,8 +31,9 @@ from .parts import (
     missing_row,
     origin_of,
     overall,
+    unpaired_part,
 )
-from .precision import depth_of, estimated_floor, precision_of
+from .precision import depth_of, estimated_floor, offset_of, precision_of
 from .results import Comparison, LayerComparison, Part
 from .rules import Rule, parse_rules, preset_of, rule_for
 from .sites import SitePair, SitePairer
@@ -61,7 +73,11 @@ def compare(
     paired = [pair for pair in pairs if pair.reference is not None and pair.candidate is not None]
     check_paired(left, right, names, paired)
     judges = parse_rules(_texts(rules), [pair.reference.name for pair in paired if pair.reference])
-    third = None if floor is None else Floor(left, opened(floor, partial), names)
+    beside = None if floor is None else opened(floor, partial)
+    beyond = None if truth is None else opened(truth, partial)
+    check_third(left, right, beside, "floor")
+    check_third(left, right, beyond, "truth")
+    third = None if beside is None else Floor(left, beside, names)
     work = _Work(
         left,
         right,
@@ -69,7 +85,7 @@ def compare(
         judges,
         None if chosen is None else chosen.rule(),
         third,
-        None if truth is None else Truth(left, opened(truth, partial), names),
+        None if beyond is None else Truth(left, beyond, names),
         tuple(metrics),
     )
     rows = []
@@ -78,19 +94,61 @@ def compare(
         if progress is not None:
             progress(number + 1, len(pairs))
     check_compared(left, right, rows)
+    conditions = [
+        *(["Rules"] if judges else []),
+        *([f"The preset {preset}"] if preset is not None else []),
+    ]
+    differing, in_common = environment_differences(left, right)
     same, about_inputs = _inputs(same_input(left, right), rows)
     return Comparison(
         reference=left.path,
         candidate=right.path,
         layers=tuple(rows),
-        environment=environment_differences(left, right),
+        environment=differing,
+        in_common=in_common,
         same_input=same,
-        floor=_floor_words(third, work),
+        floor=_floor_words(third, work, rows),
         preset=preset,
         truth=None if work.truth is None else work.truth.path,
-        warnings=tuple(warnings_of(left, right, same, names, paired)),
-        notes=(*about_inputs, *notes_of(left, right, third, rows)),
+        warnings=(
+            *warnings_of(left, right, same, names, paired),
+            *third_warnings(left, beside, "floor"),
+            *third_warnings(left, beyond, "truth"),
+        ),
+        notes=(
+            *about_inputs,
+            *notes_of(left, right, third, conditions, rows),
+            *([] if work.truth is None else work.truth.notes),
+        ),
     )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What good inputs bring along: their own rounding, and an offset that a norm takes away."""
+
+    error: float = 0.0
+    offset: float = 1.0
+
+    def with_input(self, part: Part) -> _Given:
+        if part.verdict != "within" or part.difference is None:
+            return replace(self, offset=max(self.offset, offset_of(part.difference)))
+        error = 0.0 if math.isnan(part.error) else part.error
+        return _Given(max(self.error, error), max(self.offset, offset_of(part.difference)))
+
+
+_Content = tuple[object, ...]
+
+
+def _content(site: SitePair) -> _Content | None:
+    """The pairs of tensors that are compared, by what they hold; None where that is not known."""
+    pairs = []
+    for pair in site.moments:
+        ids = pair.reference.tensor_id, pair.candidate.tensor_id
+        if None in ids:
+            return None
+        pairs.append((*ids, pair.reference_samples, pair.candidate_samples))
+    return (*pairs, None if site.transform is None else site.transform.name, site.cut)
 
 
 class _Work:
@@ -113,6 +171,7 @@ class _Work:
         self.floor = floor
         self.truth = truth
         self.metrics = metrics
+        self._seen: dict[_Content, tuple[SiteMeasurement, list[Judgement]]] = {}
         self.precisions = (precision_of(reference), precision_of(candidate))
         self._positions = {name: number for number, name in enumerate(reference.layers)}
         blocks = reference.manifest.structure.blocks
@@ -123,11 +182,21 @@ class _Work:
         if left is None or right is None:
             return missing_row(pair)
         depth = depth_of(self._positions[left.name], self._blocks)
-        parts = tuple(self._part(left, site, depth) for site in self.pairer.pair(pair))
+        sites = self.pairer.pair(pair)
+        compared: list[Part] = []
+        given = _Given()
+        for site in sorted(sites, key=lambda site: site.port != "input"):
+            compared.append(self._part(left, site, depth, given))
+            if site.port == "input":
+                given = given.with_input(compared[-1])
+        parts = (*compared, *(unpaired_part(site) for site in sites if site.unpaired))
         inputs = [part for part in parts if part.port == "input"]
         others = [part for part in parts if part.port != "input"]
         verdict = overall(others) or overall(inputs) or "incomparable"
+        origin = origin_of(verdict, parts)
         into = overall(inputs)
+        if origin == "made here" and into == "diverged":
+            into = "within"  # they went bad later, by what this layer did
         gaps = [part for part in parts if part.verdict == "missing"]
         return LayerComparison(
             layer=left.name,
@@ -136,35 +205,52 @@ class _Work:
             verdict=verdict,
             parts=parts,
             input_verdict=into,
-            origin=origin_of(verdict, into if others else None),
+            origin=origin,
             order=left.order,
             type=left.type,
             candidate_type=right.type,
             note="; ".join(part.why for part in gaps),
         )
 
-    def _part(self, layer: Layer, site: SitePair, depth: int) -> Part:
+    def _part(self, layer: Layer, site: SitePair, depth: int, given: _Given) -> Part:
         if site.missing:
             return missing_part(site)
         if site.problem or not site.moments:
             return incomparable_part(site)
-        measured = measure(site)
-        here = None
-        if self.floor is not None and not is_identical(measured):
-            here = self.floor.here(layer.name, site.port, site.leaf)
-        judged = [self._judge(layer.name, moment, here, depth) for moment in measured.moments]
+        key = _content(site)
+        known = None if key is None or self.rules else self._seen.get(key)
+        if known is not None:  # one layer's output is the next one's input, and judged once
+            measured, judged = replace(known[0], site=site), known[1]
+        else:
+            measured = measure(site)
+            judged = self._judged(layer, measured, depth, given)
+            if key is not None:
+                self._seen[key] = (measured, judged)
         nearer = self._nearer(layer, site, measured)
         return compared_part(measured, judged, nearer, self.metrics)
 
+    def _judged(
+        self, layer: Layer, measured: SiteMeasurement, depth: int, given: _Given
+    ) -> list[Judgement]:
+        site, here = measured.site, None
+        if self.floor is not None and not is_identical(measured):
+            here = self.floor.here(layer.name, site.port, site.leaf)
+        judged = []
+        for moment in measured.moments:
+            estimate = estimated_floor(moment.dtypes, self.precisions, depth, given.offset)
+            if estimate:  # rounding that came in goes on
+                estimate = max(estimate, given.error)
+            judged.append(self._judge(layer.name, moment, here, estimate))
+        return judged
+
     def _judge(
-        self, layer: str, moment: MomentMeasurement, here: FloorHere | None, depth: int
+        self, layer: str, moment: MomentMeasurement, here: FloorHere | None, estimate: float
     ) -> Judgement:
-        dtypes = moment.dtypes
         return judge(
             moment,
             Expectation(
-                estimate=estimated_floor(dtypes, self.precisions, depth),
-                basis=self.basis(dtypes),
+                estimate=estimate,
+                basis=self.basis(moment.dtypes),
                 floor=None if here is None else here.at(moment.moment),
                 rule=rule_for(self.rules, layer),
                 preset=self.preset,
@@ -198,9 +284,13 @@ def _inputs(same: bool | None, rows: Sequence[LayerComparison]) -> tuple[bool | 
     return same, []
 
 
-def _floor_words(floor: Floor | None, work: _Work) -> str:
-    if floor is not None:
+def _floor_words(floor: Floor | None, work: _Work, rows: Sequence[LayerComparison]) -> str:
+    measured = floor is not None and any(
+        (row.layer, part) in floor for row in rows for part in row.parts
+    )
+    if floor is not None and measured:
         return f"measured: the distance of {floor.path} from the reference"
     named = [name for name in dict.fromkeys(work.precisions) if name is not None]
     basis = f"of the models ({' and '.join(named)}) and " if named else ""
-    return f"estimated from the dtypes {basis}of the tensors, and the depth; no floor run was given"
+    given = "no floor run was given" if floor is None else f"{floor.path} has no tensors for it"
+    return f"estimated from the dtypes {basis}of the tensors, and the depth; {given}"

@@ -22,14 +22,14 @@ _MOST = 120
 
 def environment_differences(
     reference: Recording, candidate: Recording
-) -> tuple[EnvironmentDifference, ...]:
-    """What differs: versions, device, dtypes, config, seed, inputs, settings."""
+) -> tuple[tuple[EnvironmentDifference, ...], tuple[tuple[str, str], ...]]:
+    """What differs (versions, device, dtypes, config, seed, inputs, settings), and the rest."""
     left, right = _facts(reference.manifest), _facts(candidate.manifest)
     names = [*left, *(name for name in right if name not in left)]
-    return tuple(
-        EnvironmentDifference(name, _shown(left, name), _shown(right, name))
-        for name in names
-        if left.get(name, _MISSING) != right.get(name, _MISSING)
+    differing = [n for n in names if left.get(n, _MISSING) != right.get(n, _MISSING)]
+    return (
+        tuple(EnvironmentDifference(n, _shown(left, n), _shown(right, n)) for n in differing),
+        tuple((n, _shown(left, n)) for n in names if n not in differing),
     )
 
 

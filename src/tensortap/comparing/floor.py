@@ -48,9 +48,12 @@ class Floor:
                     self._sites[pair.reference.name, site.port, site.leaf] = site
 
     def __contains__(self, place: tuple[str, Part]) -> bool:
-        """Whether the floor run has this part of a layer."""
+        """Whether the floor run has the tensors of this part of a layer."""
         layer, part = place
-        return (layer, part.port, part.leaf) in self._sites
+        site = self._sites.get((layer, part.port, part.leaf))
+        return site is not None and all(
+            pair.reference.stored and pair.candidate.stored for pair in site.moments
+        )
 
     def here(self, layer: str, port: str, leaf: str) -> FloorHere | None:
         """The floor at one site; None where the floor run does not have it."""

@@ -38,6 +38,12 @@ class Expectation:
     rule: Rule | None = None
     preset: Rule | None = None
 
+    @property
+    def measured(self) -> Difference | None:
+        """The floor run's difference; a repeat run that is equal to the last bit tells nothing."""
+        found = None if self.floor is None else self.floor.difference
+        return found if found is not None and found.rmse > 0 else None
+
 
 @dataclass(frozen=True)
 class Judgement:
@@ -96,10 +102,8 @@ def _against_floor(found: Difference, expected: Expectation) -> tuple[float | No
     size = _size(found)
     if not size or found.identical or math.isnan(found.rmse):
         return None, None
-    floor = expected.estimate
-    if expected.floor is not None and expected.floor.difference is not None:
-        given = expected.floor.difference
-        # A repeat run can be equal to the last bit; no run is better than its own rounding.
+    floor, given = expected.estimate, expected.measured
+    if given is not None:  # no run is better than its own rounding
         floor = max(given.rmse / size, roundoff(given.dtypes[0]))
     if floor <= 0 or math.isnan(floor):
         return None, None
@@ -133,7 +137,7 @@ def _by_floor(
 ) -> Judgement:
     if floor is None or ratio is None:
         return Judgement("diverged", _no_floor(found), floor, ratio)
-    given = expected.floor is not None and expected.floor.difference is not None
+    given = expected.measured is not None
     limit = AGAINST_FLOOR if given else AGAINST_ESTIMATE
     limit *= 1.0 + 4.0 / math.sqrt(found.finite)  # few values scatter more than many
     basis = "measured" if given else f"estimated from {expected.basis}"
@@ -175,7 +179,7 @@ def _with_outliers(
         return judged
     other: Profile | None = None
     least = AGAINST_ESTIMATE * floor
-    if expected.floor is not None and expected.floor.difference is not None:
+    if expected.floor is not None and expected.measured is not None:
         other, least = expected.floor.profile(), AGAINST_FLOOR * floor
     outliers = find_outliers(own, other, least)
     if not outliers:

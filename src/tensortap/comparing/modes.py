@@ -38,6 +38,7 @@ SORTABLE: tuple[str, ...] = (
     "same_input",
     "first_divergence",
 )
+_SEGMENT = re.compile(r"segment-.*\.safetensors")
 _GRADES = ("very close", "good", "fair", "large", "undefined")
 
 
@@ -211,6 +212,11 @@ def compare_modes(
         for row in rows
         if row.same_input is False
     ]
+    warnings += [
+        f"{row.mode} was compared by summaries alone: no MSE, MAE or correlation is known."
+        for row in rows
+        if row.comparison is not None and all(r.by_summaries for r in row.comparison.compared)
+    ]
     return Modes(_label(chosen, base, runs), os.fspath(folder), tuple(rows), tuple(warnings))
 
 
@@ -220,13 +226,19 @@ def _recordings(folder: str | os.PathLike[str]) -> dict[str, Recording | TapErro
     for name in sorted(store.names()):
         inner = f"{store.url}/{name}"
         try:
-            if MANIFEST not in open_store(inner).names():
+            inside = open_store(inner).names()
+            if MANIFEST not in inside and not any(_SEGMENT.match(file) for file in inside):
                 continue
             found[name] = open_recording(inner)
         except NotADirectoryError:
             continue
         except TapError as error:
             found[name] = error
+    if MANIFEST in store.names():
+        raise NotARecordingError(
+            f"{store.url} is itself a recording, of one mode. Name the folder that holds it and "
+            "the recordings of the other modes."
+        )
     if not found:
         raise NotARecordingError(
             f"There is no recording in {store.url}: expected a folder of recordings, one a mode. "
@@ -241,6 +253,11 @@ def _find(runs: dict[str, Recording], reference: str) -> str | None:
         if name in runs:
             return name
     modes = [name for name, run in runs.items() if run.manifest.mode == reference]
+    if len(modes) > 1:
+        raise ComparisonError(
+            f"{len(modes)} recordings are of the mode {reference!r}: {', '.join(modes)}. Say which "
+            f"one is the reference by its folder, as --reference {modes[0]}."
+        )
     return modes[0] if modes else None
 
 
@@ -270,6 +287,8 @@ def _no_reference(
 
 
 def _row(label: str, base: Recording, run: Recording, **options: Any) -> ModeRow:
+    if options["floor"] is not None and _path(options["floor"]) in (run.path, base.path):
+        options["floor"] = None  # a mode is no floor for itself
     try:
         result = compare(base, run, **options)
     except OptionError:
@@ -278,7 +297,7 @@ def _row(label: str, base: Recording, run: Recording, **options: Any) -> ModeRow
         return ModeRow(label, run.path, problem=str(error))
     measured = [row for row in result.layers if row.difference is not None]
     blocks = set(base.manifest.structure.blocks)
-    ends = [row for row in measured if row.layer in blocks] or measured
+    ends = [row for row in result.compared if row.layer in blocks] or list(result.compared)
     correlations = [
         value
         for row in measured
@@ -302,6 +321,10 @@ def _row(label: str, base: Recording, run: Recording, **options: Any) -> ModeRow
         first_divergence=None if divergence is None else name_of(divergence.layer),
         comparison=result,
     )
+
+
+def _path(run: Run) -> str:
+    return run.path if isinstance(run, Recording) else open_store(run).url
 
 
 def _metric(row: LayerComparison | None, name: str) -> float:

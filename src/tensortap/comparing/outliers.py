@@ -17,6 +17,7 @@ from ..numerics.profile import Profile
 __all__ = ["Outlier", "find_outliers", "non_finite_places"]
 
 _AGAINST_FLOOR = 4.0
+_AGAINST_WORST = 3.0
 _AGAINST_OTHERS = 8.0
 _MOST_NAMED = 4
 _MOST_SHARE = 0.25  # with more of them than this, it is the layer that is bad
@@ -99,7 +100,9 @@ def _outlier(
     if other is not None:
         expected = _scores(other)
         usual = np.maximum(expected, np.median(expected))
-        limits = np.maximum(least, _AGAINST_FLOOR * slack * usual)
+        # Noise may fall on other places in another run, so its worst place counts for all.
+        limits = np.maximum(_AGAINST_FLOOR * slack * usual, _AGAINST_WORST * expected.max())
+        limits = np.maximum(least, limits)
     else:
         usual = np.full_like(scores, np.median(scores))
         limits = np.maximum(least, _AGAINST_OTHERS * slack * usual)

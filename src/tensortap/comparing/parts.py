@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .align import LayerPair
 from .judge import Judgement
 from .measure import MomentMeasurement, SiteMeasurement
-from .results import LayerComparison, Origin, Part, Verdict, severity, worst
+from .results import LayerComparison, Moment, Origin, Part, Verdict, severity, worst
 from .sites import SitePair
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "missing_row",
     "origin_of",
     "overall",
+    "unpaired_part",
 ]
 
 
@@ -71,13 +72,27 @@ def overall(parts: Sequence[Part]) -> Verdict | None:
     return worst(compared or [part.verdict for part in parts])
 
 
-def origin_of(verdict: Verdict, into: Verdict | None) -> Origin | None:
-    """Who made a divergence: the layer, or one before it."""
+def origin_of(verdict: Verdict, parts: Sequence[Part]) -> Origin | None:
+    """Who made a divergence, the layer or one before it, at the first moment that shows it.
+
+    What goes into a forward pass are the inputs; into a backward pass, the gradient of the output.
+    """
     if verdict != "diverged":
         return None
-    if into in ("identical", "within"):
-        return "made here"
-    return "inherited" if into == "diverged" else "unknown"
+    bad = [part for part in parts if part.verdict == "diverged"]
+    for port, source in (("output", "input"), ("grad_input", "grad_output")):
+        moments = [part.diverged_at[0] for part in bad if part.port == port and part.diverged_at]
+        if moments:
+            sources = [part for part in parts if part.port == source]
+            return _origin_at(min(moments), sources)
+    return "inherited"
+
+
+def _origin_at(moment: Moment, sources: Sequence[Part]) -> Origin:
+    known = [part for part in sources if part.verdict not in ("missing", "incomparable")]
+    if any(moment in part.diverged_at for part in known):
+        return "inherited"
+    return "made here" if known else "unknown"
 
 
 def compared_part(
@@ -86,28 +101,30 @@ def compared_part(
     nearer: str | None,
     metrics: Sequence[str] = (),
 ) -> Part:
-    """A site in one: the worst moment speaks for all."""
+    """A site in one. The first moment that diverged speaks for all; if none did, the worst."""
     site = measured.site
-    at = max(
+    bad = [k for k, one in enumerate(judged) if one.verdict == "diverged"]
+    worst_at = max(
         range(len(judged)), key=lambda k: (severity(judged[k].verdict), judged[k].ratio or 0.0)
     )
+    at = bad[0] if bad else worst_at
     said, moment = judged[at], measured.moments[at]
-    first = site.moments[0]
+    first = site.moments[at]
     why = said.why
-    if len(judged) > 1 and said.verdict == "diverged":
+    if len(judged) > 1 and bad:
         why = f"at {_moment_words(moment)} {why}"
     found = measured.difference
     left, right = measured.summaries()
     hints = list(said.hints)
     if nearer is not None and said.verdict == "diverged":
         hints.append(f"the {nearer} is nearer to the truth")
-    if site.unpaired:
-        hints.append(f"not compared: {', '.join(site.unpaired[:3])}")
+    if site.hint and bad:
+        hints.append(site.hint)
     return Part(
         port=site.port,
         leaf=site.leaf,
-        verdict=said.verdict,
-        why=why,
+        verdict=_verdict(said.verdict, site),
+        why=why if not site.cut else f"{why}; {site.cut}",
         difference=found,
         reference_summary=left,
         candidate_summary=right,
@@ -117,16 +134,29 @@ def compared_part(
         candidate_dtype=first.candidate.dtype,
         transform="" if site.transform is None else site.transform.name,
         error=math.nan if found is None else found.error,
-        floor=said.floor,
-        floor_ratio=said.ratio,
+        floor=judged[worst_at].floor,
+        floor_ratio=judged[worst_at].ratio,
         hints=tuple(hints),
         moments=len(judged),
-        worst_moment=moment.moment,
+        worst_moment=measured.moments[worst_at].moment,
+        diverged_at=tuple(measured.moments[k].moment for k in bad),
         max_abs_moment=measured.max_abs_moment,
         order=first.reference.order,
         nearer=nearer,
         added=tuple((name, moment.added(name)) for name in metrics),
     )
+
+
+def _verdict(verdict: Verdict, site: SitePair) -> Verdict:
+    """What was cut off was not compared, so the rest cannot make two tensors identical."""
+    return "within" if site.cut and verdict == "identical" else verdict
+
+
+def unpaired_part(site: SitePair) -> Part:
+    """The moments of a site that one side alone has."""
+    shown = ", ".join(site.unpaired[:3])
+    more = f" and {len(site.unpaired) - 3} more" if len(site.unpaired) > 3 else ""
+    return Part(site.port, site.leaf, "missing", f"{site.port} at {shown}{more}")
 
 
 def _moment_words(moment: MomentMeasurement) -> str:

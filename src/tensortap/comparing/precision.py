@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..numerics.difference import Difference
 from ..recording.reader import Recording
 
-__all__ = ["depth_of", "estimated_floor", "precision_of", "roundoff"]
+__all__ = ["depth_of", "estimated_floor", "offset_of", "precision_of", "roundoff"]
 
 _FLOATS = {
     "float64": 2.0**-53,
@@ -32,6 +33,7 @@ _FLOATS = {
 _QUANTISED = {"int8": 2.0**-7, "uint8": 2.0**-7, "qint8": 2.0**-7, "quint8": 2.0**-7}
 _SHARE = 0.05  # of a model's parameters, for a dtype to be called its precision
 _OPERATIONS_A_BLOCK = 10
+_MOST_OFFSET = 1e4
 _ACCUMULATION = 4.0  # a sum of products in float32 is off by some units in the last place
 
 
@@ -67,14 +69,28 @@ def depth_of(position: int, blocks: Sequence[int]) -> int:
     return max(position + 1, _OPERATIONS_A_BLOCK * passed)
 
 
-def estimated_floor(dtypes: Sequence[str], precisions: Sequence[str | None], depth: int) -> float:
-    """The relative L2 error to expect; 0 when both sides are integers, which must be equal."""
+def offset_of(difference: Difference | None) -> float:
+    """How large the reference's values are beside their spread; 1 when they lie around zero."""
+    if difference is None or not difference.reference_std > 0:
+        return 1.0
+    size = math.hypot(difference.reference_mean, difference.reference_std)
+    return min(_MOST_OFFSET, size / difference.reference_std)
+
+
+def estimated_floor(
+    dtypes: Sequence[str], precisions: Sequence[str | None], depth: int, offset: float = 1.0
+) -> float:
+    """The relative L2 error to expect; 0 when both sides are integers, which must be equal.
+
+    `offset` is how large the layer's inputs are beside their spread: a norm takes the offset away
+    and leaves its rounding.
+    """
     if all(roundoff(dtype) == 0.0 for dtype in dtypes):
         return 0.0
     named = [name for name in precisions if name is not None]
     unit = max(_unit(name) for name in (*dtypes, *named)) / 2
     single = 0.0 if unit < 2.0**-40 else _ACCUMULATION * 2.0**-24
-    return (unit + single) * (1 + math.sqrt(depth) / 2)
+    return (unit + single) * (1 + math.sqrt(depth) / 2) * max(1.0, offset)
 
 
 def _unit(name: str) -> float:

@@ -12,10 +12,11 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from ..errors import OptionError
 from ..numerics.difference import Difference
 from ..numerics.summary import Summary
 
@@ -37,6 +38,11 @@ Origin = Literal["made here", "inherited", "unknown"]
 Moment = tuple[int, int, int]  # epoch, batch, call
 
 BAD: tuple[Verdict, ...] = ("diverged", "incomparable")
+# What a row of JSON holds of a difference, also where there is none.
+_METRIC_KEYS = (
+    *(item.name for item in fields(Difference) if item.name not in ("row", "histogram")),
+    *("error", "grade", "correlation_grade", "device_good"),
+)
 # From good to bad; a layer is as bad as its worst part.
 _ORDER: tuple[Verdict, ...] = ("identical", "within", "missing", "incomparable", "diverged")
 
@@ -90,6 +96,7 @@ class Part:
     hints: tuple[str, ...] = ()
     moments: int = 0
     worst_moment: Moment | None = None
+    diverged_at: tuple[Moment, ...] = field(default=(), repr=False)
     max_abs_moment: Moment | None = None
     order: int = 0
     nearer: str | None = None
@@ -112,6 +119,8 @@ class Part:
             "hints": list(self.hints),
             "moments": self.moments,
             "worst_moment": None if self.worst_moment is None else list(self.worst_moment),
+            "first_diverged": list(self.diverged_at[0]) if self.diverged_at else None,
+            "diverged_moments": len(self.diverged_at),
             "max_abs_moment": None if self.max_abs_moment is None else list(self.max_abs_moment),
             "nearer": self.nearer,
             "added": {name: number(value) for name, value in self.added},
@@ -144,11 +153,18 @@ class LayerComparison:
     @property
     def main(self) -> Part | None:
         """The part whose numbers stand for the layer: the worst output, or the worst of all."""
-        outputs = [part for part in self.parts if part.port == "output"]
-        pool = outputs or [part for part in self.parts if part.port != "input"] or self.parts
+        there = [part for part in self.parts if part.verdict != "missing"] or list(self.parts)
+        behind = [part for part in there if part.port != "input"] or there
+        pool = [part for part in behind if part.port == "output"] or behind
         if self.verdict in BAD and not any(part.verdict == self.verdict for part in pool):
-            pool = self.parts
+            pool = behind
         return max(pool, key=_badness, default=None)
+
+    @property
+    def by_summaries(self) -> bool:
+        """Whether a verdict was reached without the tensors."""
+        judged = self.verdict not in ("missing", "incomparable")
+        return judged and self.main is not None and self.main.difference is None
 
     @property
     def difference(self) -> Difference | None:
@@ -182,11 +198,15 @@ class LayerComparison:
     @property
     def why(self) -> str:
         """What the verdict rests on, in words."""
-        return self.main.why if self.main is not None else self.note
+        main = self.main
+        if main is None:
+            return self.note
+        return main.why if main.port == "output" else f"{main.port}: {main.why}"
 
     def to_dict(self) -> dict[str, Any]:
         """Flat: the metrics of the main part stand beside the verdict."""
-        metrics = {} if self.difference is None else self.difference.to_dict()
+        found = self.difference
+        metrics = dict.fromkeys(_METRIC_KEYS) if found is None else found.to_dict()
         main = self.main
         return {
             **metrics,
@@ -216,12 +236,16 @@ class LayerComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two recordings, aligned, layer by layer, with verdicts; true when nothing diverged."""
+    """Two recordings, aligned, layer by layer, with verdicts; true when nothing diverged.
+
+    `environment` is what else differs between the runs, `in_common` what does not.
+    """
 
     reference: str
     candidate: str
     layers: tuple[LayerComparison, ...] = field(repr=False)
     environment: tuple[EnvironmentDifference, ...] = field(default=(), repr=False)
+    in_common: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     same_input: bool | None = None
     floor: str = ""
     preset: str | None = None
@@ -284,6 +308,7 @@ class Comparison:
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "environment": [item.to_dict() for item in self.environment],
+            "in_common": dict(self.in_common),
             "layers": [row.to_dict() for row in self.layers],
         }
 
@@ -334,10 +359,20 @@ def _badness(part: Part) -> tuple[int, float, float]:
     return severity(part.verdict), ratio, error
 
 
-def _when(row: LayerComparison) -> int:
+def _when(row: LayerComparison) -> tuple[int, ...]:
+    """When a layer first diverged: by step, forward before backward, then in order.
+
+    A gradient is seen at the layer that it goes to before it is seen at the layer that made it, so
+    within a backward pass those that made it come first.
+    """
     bad = [part for part in row.parts if part.verdict == "diverged"]
-    behind = [part.order for part in bad if part.port != "input"] or [part.order for part in bad]
-    return min(behind, default=row.order)
+    bad = [part for part in bad if part.port != "input"] or bad
+    times = []
+    for part in bad:
+        epoch, batch, _ = part.diverged_at[0] if part.diverged_at else (0, 0, 0)
+        backward = part.port.startswith("grad")
+        times.append((epoch, batch, backward, backward and row.origin != "made here", part.order))
+    return min(times, default=(0, 0, 0, 0, row.order))
 
 
 def _first(row: LayerComparison) -> Mapping[str, Any]:
@@ -351,5 +386,7 @@ def _summary(summary: Summary | None) -> dict[str, Any] | None:
 
 def _write(path: str | os.PathLike[str], text: str) -> None:
     target = Path(path)
+    if target.is_dir():
+        raise OptionError(f"{os.fspath(path) or 'That'} is a folder. Name a file, as report.html.")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ def answer(comparison: Comparison) -> str:
         diverged = sum(row.verdict == "diverged" for row in rows)
         text = (
             f"First divergence at {name_of(first.layer)} "
-            f"({_ORIGINS[first.origin or 'unknown']}): {first.why}. {agree if before else ''}"
+            f"({_origin(first)}): {first.why}. {agree if before else ''}"
             f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
         )
     elif all(row.verdict == "identical" for row in compared) and compared:
@@ -43,6 +43,13 @@ def answer(comparison: Comparison) -> str:
             f"{identical} identical, {len(compared) - identical} within."
         )
     return text + _left_out(rows)
+
+
+def _origin(row: LayerComparison) -> str:
+    words = _ORIGINS[row.origin or "unknown"]
+    if row.main is not None and row.main.port.startswith("grad"):
+        return words.replace("its inputs", "the gradients that came in")
+    return words
 
 
 def _before(rows: tuple[LayerComparison, ...], row: LayerComparison) -> list[LayerComparison]:
@@ -60,7 +67,22 @@ def _left_out(rows: tuple[LayerComparison, ...]) -> str:
             verb = "is " if verdict == "missing" and count == 1 else ""
             verb = verb or ("are " if verdict == "missing" else "")
             parts.append(f"{_plural(count, 'layer')} {verb}{words}")
-    return f" {' and '.join(parts)}." if parts else ""
+    lacking = sum(
+        row.verdict != "missing" and any(part.verdict == "missing" for part in row.parts)
+        for row in rows
+    )
+    if lacking:
+        parts.append(
+            f"{_plural(lacking, 'layer')} {'has' if lacking == 1 else 'have'} tensors or moments "
+            "that only one side has"
+        )
+    slim = sum(row.by_summaries for row in rows)
+    if slim:
+        parts.append(
+            f"{_plural(slim, 'layer')} {'is' if slim == 1 else 'are'} judged by summaries alone, "
+            "so which elements differ is unknown"
+        )
+    return f" {'; '.join(parts)}." if parts else ""
 
 
 def _plural(count: int, noun: str) -> str:

@@ -21,6 +21,7 @@ from .transforms import Transform, layouts, reorderings
 __all__ = ["MomentPair", "SitePair", "SitePairer"]
 
 _PROBES = 4
+_PADDING = 0.2  # of the spread of the values: what is filled up with a constant has less
 _VALUES = 1024
 _SAME = Transform("")
 
@@ -31,6 +32,7 @@ class SitePair:
 
     `transform` is None when the layouts agree. `problem` says why the tensors cannot be compared,
     `missing` names the side that lacks the leaf, `unpaired` the moments that one side alone has.
+    `hint` says under which order of its axes the candidate would agree, `cut` what was left out.
     """
 
     port: str
@@ -41,6 +43,8 @@ class SitePair:
     problem: str = ""
     missing: str = ""
     unpaired: tuple[str, ...] = ()
+    hint: str = ""
+    cut: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ class SitePairer:
         if not stored:
             return _summaries(plain)
         if plain.pairs and even:
-            return _made(plain, self._reordering(layer, plain))
+            transform, hint = self._reordering(plain)
+            return replace(_made(plain, transform), hint=hint)
         guess, tried = self._guess(layer, ours, theirs, plain)
         if guess is None and not plain.pairs:
             return _made(plain, None)
@@ -150,52 +155,54 @@ class SitePairer:
                 return replace(_made(arrangement, transform), problem=problem)
         return _made(arrangement, transform)
 
-    def _reordering(self, layer: str, plain: Arrangement) -> Transform | None:
-        """A permutation of equal extents, which the shapes cannot show."""
+    def _reordering(self, plain: Arrangement) -> tuple[Transform | None, str]:
+        """A permutation of equal extents, which the shapes do not show.
+
+        It is a layout only where a layer whose shapes show it has it too; else it is a mistake of
+        the candidate, and a hint.
+        """
         shapes = {pair.shapes for pair in plain.pairs}
         options = [
             option
             for option in reorderings(plain.pairs[0].shapes[0])
             if all(option.fits(*both) for both in shapes)
         ]
-        if not options:
-            return None
-        same = _agreement(plain, _SAME)
-        if same.clear or not same.telling:
-            return None
+        same = _agreement(plain, _SAME) if options else NONE
+        if not options or same.clear or not same.telling:
+            return None, ""
         guesses = [_Guess(plain, option, _agreement(plain, option)) for option in options]
+        for guess in guesses:
+            if guess.kind in self._confirmed and guess.agreement.error < 0.5 * same.error:
+                return guess.site(self._confirmed[guess.kind])[1], ""
         best = min(guesses, key=lambda guess: guess.agreement.error)
         if best.agreement.exact and best.agreement.telling:
-            self._confirmed.setdefault(best.kind, layer)
-            return best.site()[1]
-        known = [guess for guess in guesses if guess.kind in self._confirmed]
-        for guess in known:
-            if guess.agreement.error < 0.5 * same.error:
-                return guess.site(self._confirmed[guess.kind])[1]
-        return None
+            return None, f"the values agree under '{best.transform.name}' of the candidate"
+        return None, ""
 
     def _guess(
         self, layer: str, ours: Sequence[Record], theirs: Sequence[Record], plain: Arrangement
     ) -> tuple[tuple[Arrangement, Transform | None] | None, int]:
+        options = list(_options(ours, theirs, plain))
         guesses = [
             _Guess(arrangement, transform, _agreement(arrangement, transform))
-            for arrangement, transform in _options(ours, theirs, plain)
+            for arrangement, transform in options
+            if _cuts_padding(arrangement, transform)
         ]
         best = _clearest(guesses)
         if best is not None:
             if best.agreement.telling:
                 self._confirmed.setdefault(best.kind, layer)
-                return best.site(), len(guesses)
+                return best.site(), len(options)
             guesses = [g for g in guesses if g.agreement.exact]
         for guess in guesses:
             if guess.kind in self._confirmed:
-                return guess.site(self._confirmed[guess.kind]), len(guesses)
+                return guess.site(self._confirmed[guess.kind]), len(options)
         if best is not None and best.transform.crop:
             best = None  # constants agree however they are cut: they tell nothing
         if best is None:
             # Axes of extent 1 hold nothing that could be in another order.
             best = next((guess for guess in guesses if guess.transform.only_squeezes), None)
-        return (None if best is None else best.site()), len(guesses)
+        return (None if best is None else best.site()), len(options)
 
 
 def _options(
@@ -242,6 +249,28 @@ def _agreement(arrangement: Arrangement, transform: Transform) -> Agreement:
     return compare_values(np.concatenate(left), np.concatenate(right))
 
 
+def _cuts_padding(arrangement: Arrangement, transform: Transform) -> bool:
+    """Whether what would be cut off the channels (the last axis) is padding: about one value.
+
+    Positions that stand for nothing hold anything behind a few layers; channels are filled up with
+    a constant, and where they are not, values would be lost.
+    """
+    if not transform.crop:
+        return True
+    ours, theirs = transform._laid_out(*arrangement.pairs[0].tensors(None))
+    for axis, part in transform.crop:
+        longer = max(ours, theirs, key=lambda tensor: tensor.shape[axis])
+        low = min(ours.shape[axis], theirs.shape[axis])
+        rest = longer.shape[axis] - low
+        if axis == longer.dim() - 1 and rest:
+            start = (low, 0) if part == "first" else (0, rest)
+            cut = sample(longer.narrow(axis, start[0], rest), _VALUES)
+            kept = sample(longer.narrow(axis, start[1], low), _VALUES)
+            if np.isfinite(cut).all() and cut.std() > _PADDING * kept.std():
+                return False
+    return True
+
+
 def _clearest(guesses: Sequence[_Guess]) -> _Guess | None:
     """The guess that the values confirm; of several that they confirm, the one that covers most.
 
@@ -265,7 +294,10 @@ def _clearest(guesses: Sequence[_Guess]) -> _Guess | None:
 
 def _made(arrangement: Arrangement, transform: Transform | None) -> SitePair:
     problem = "" if arrangement.pairs else "The two sides have no moment in common."
-    return SitePair("", "", "", arrangement.pairs, transform, problem, "", arrangement.unpaired)
+    site = SitePair("", "", "", arrangement.pairs, transform, problem, "", arrangement.unpaired)
+    if transform is None or not transform.crop:
+        return site
+    return replace(site, cut="what is taken for padding was not compared")
 
 
 def _summaries(plain: Arrangement) -> SitePair:

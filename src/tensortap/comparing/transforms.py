@@ -243,7 +243,10 @@ def _divided_and_cropped(
             continue
         start = sum(counts[: wrong[0]])
         for axis in range(start, start + counts[wrong[0]]):
-            if short[wrong[0]] % (products[wrong[0]] // long[axis]):
+            rest, kept = products[wrong[0]] // long[axis], short[wrong[0]]
+            extents = sorted((kept // rest, long[axis]))
+            # Half of an axis is more than padding: samples, say, that one side dropped.
+            if kept % rest or extents[0] * 2 <= extents[1]:
                 continue
             for part in ("first", "last"):
                 yield _build(

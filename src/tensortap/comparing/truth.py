@@ -31,6 +31,15 @@ class Truth:
                     place = (pair.reference.name, site.port, site.leaf, m.epoch, m.batch, m.call)
                     self._records[place] = m.candidate
 
+    @property
+    def notes(self) -> list[str]:
+        """That the truth says nothing, if it does not."""
+        if any(record.stored for record in self._records.values()):
+            return []
+        return [
+            f"The truth {self.path} has no tensor in common with the reference: it says nothing."
+        ]
+
     def nearer(self, layer: str, site: SitePair) -> str | None:
         """`reference` or `candidate`; None where neither is, or the truth lacks the site."""
         if site.transform is not None:

@@ -350,6 +350,8 @@ def _correlation(s: State) -> float:
     # far below that is what rounding left of a constant.
     if not all(std > abs(mean) * 2.0**-55 / math.sqrt(s.finite or 1) for mean, std in sides):
         return math.nan
+    if s.d_l2 == 0:
+        return 1.0
     return max(-1.0, min(1.0, s.corr_rc))
 
 

@@ -175,5 +175,6 @@ class RemoteStore:
         return f"{self._root}/{name}"
 
     def __del__(self) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch.name, ignore_errors=True)
+        scratch = getattr(self, "_scratch", None)  # not even None when opening failed
+        if scratch is not None:
+            shutil.rmtree(scratch.name, ignore_errors=True)

@@ -16,11 +16,12 @@ from html import escape
 from importlib import resources
 from typing import TYPE_CHECKING
 
+from ...comparing.results import EnvironmentDifference
 from .. import text
 from .data import as_json, payload, words
 
 if TYPE_CHECKING:
-    from ...comparing.results import Comparison, EnvironmentDifference
+    from ...comparing.results import Comparison
 
 __all__ = ["notebook", "render_page"]
 
@@ -47,7 +48,7 @@ def render_page(comparison: Comparison) -> str:
         "candidate": _said(comparison.candidate),
         "warnings": _warnings_html(comparison),
         "notes": _notes_html(comparison),
-        "environment": _environment_html(comparison.environment),
+        "environment": _environment_html(comparison),
         "foot": _foot_html(comparison),
         "data": as_json(data),
         "script": script,
@@ -133,11 +134,11 @@ def _notes_html(comparison: Comparison) -> str:
     return f'<ul class="notes" aria-label="Notes">{items}</ul>' if items else ""
 
 
-def _environment_html(found: Iterable[EnvironmentDifference]) -> str:
+def _environment_html(comparison: Comparison) -> str:
     """Side by side: what differs in sight, what is the same folded away."""
-    items = list(found)
-    differs = [item for item in items if item.reference != item.candidate]
-    same = [item for item in items if item.reference == item.candidate]
+    differs = [item for item in comparison.environment if item.reference != item.candidate]
+    same = [item for item in comparison.environment if item.reference == item.candidate]
+    same += [EnvironmentDifference(name, value, value) for name, value in comparison.in_common]
     if differs:
         said = _sides_html(differs, "What differs between the two runs")
     else:

@@ -154,7 +154,10 @@ function buildChart() {
     chart.marks[chart.focus].focus();
   });
   const words = [data.floor_words];
-  if (!rows.some((row) => placed(error(row)))) words.push("No layer has a relative error above zero.");
+  if (!rows.some((row) => placed(error(row)))) {
+    const known = rows.some((row) => error(row) === 0);
+    words.push(known ? "No layer has a relative error above zero." : "No relative error is known: it needs the tensors of both sides.");
+  }
   if (rows.some((row) => !Number.isFinite(error(row)))) words.push("Layers without a relative error stand in the band “none”.");
   $("key").textContent = words.join(" ");
   let last = 0;
