@@ -51,7 +51,7 @@ class _Memory(NamedTuple):
 class NativeDifference:
     """What the native backend knows about pairs."""
 
-    # Which instruction set, and how many threads at most: all there is, unless a test says otherwise.
+    # Which instruction set, and how many threads at most: all there is, unless a test says so.
     isa = -1
     threads = 0
 
@@ -192,9 +192,9 @@ def _sample_views(
     flat = (starts[:, None] + torch.arange(core.RUN)).clamp_(max=max(0, n - 1)).reshape(-1)
     index = torch.unravel_index(flat, reference.shape)
     left, right = (_gathered(tensor.detach(), index) for tensor in (reference, candidate))
-    memory = _whole(left, right)
-    assert memory is not None
-    wanted.sample_runs(*memory[:4], n, isa=isa)
+    gathered = _whole(left, right)
+    assert gathered is not None
+    wanted.sample_runs(*gathered[:4], n, isa=isa)
 
 
 def _gathered(tensor: torch.Tensor, index: tuple[torch.Tensor, ...]) -> torch.Tensor:
