@@ -40,9 +40,10 @@ constexpr std::size_t kMaxCollected = 8;
 struct Cells {
   std::size_t count, collected;
   double lo[kMaxCells], hi[kMaxCells];
-  // The same for |d| rounded to float. Where there are points, only if rounding changed nothing.
+  // The same for |d| rounded to float.
   float lo32[kMaxCells], hi32[kMaxCells];
-  bool narrow;  // such bounds exist
+  bool narrow;   // such bounds exist, ...
+  bool checked;  // ... but hold only where rounding changes nothing
 };
 
 // A thread's findings.

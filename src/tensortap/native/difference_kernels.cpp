@@ -236,6 +236,9 @@ inline Fast fast32(const Pair& pair, const char* rp, const char* cp, size_t n, c
     sums.add(x2[0], d0);
     sums.add(x2[1], d1);
     if (kKeep != kNothing) {
+      // While cells are counted nothing is read, so the next block must be on its way by then.
+      __builtin_prefetch(rp + (i + kPairBlock) * sizeof(typename R::Store), 0, 2);
+      __builtin_prefetch(cp + (i + kPairBlock) * sizeof(typename C::Store), 0, 2);
       const vf32 d = y - x, distance = absolute(d);
       std::memcpy(kept + i, &distance, sizeof distance);
       if (kKeep == kChecked) {
@@ -339,9 +342,8 @@ inline Fast fast32_as(const Job& job, const char* rp, const char* cp, size_t n, 
 template <class R, class C>
 void narrow_chunk(Job& job, size_t first, size_t count) {
   const Pair& pair = job.pair;
-  const bool points = job.cells && job.cells->count > job.cells->collected;
-  const bool narrow = job.cells && job.cells->narrow;
-  const Keep keep = !narrow ? kNothing : points ? kChecked : kDistances;
+  const bool narrow = job.cells && job.cells->narrow, checked = narrow && job.cells->checked;
+  const Keep keep = !narrow ? kNothing : checked ? kChecked : kDistances;
   alignas(64) float kept[kPairBlock + kPadding];
   Wide wide;
   for (size_t at = 0; at < count; at += kPairBlock) {
@@ -366,7 +368,7 @@ void narrow_chunk(Job& job, size_t first, size_t count) {
           while (distance(i) != f.d_top) ++i;
           job.largest = {f.d_top, int64_t(start + i), element<R>(rp, i), element<C>(cp, i)};
         }
-        if (job.cells && narrow && !(points && rounded)) {
+        if (narrow && !(checked && rounded)) {
           count_narrow(kept, whole, *job.cells, job.tally, job.ahead(start, whole), distance);
         } else if (job.cells) {
           alignas(64) double exactly[kPairBlock + kPadding];

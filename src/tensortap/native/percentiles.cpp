@@ -16,6 +16,7 @@
 #include <limits>
 #include <mutex>
 #include <new>
+#include <tuple>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -42,7 +43,7 @@ constexpr uint64_t kSample = uint64_t(1) << 18;
 constexpr uint64_t kLargestSample = uint64_t(1) << 23;
 constexpr size_t kHits = size_t(1) << 25;          // values that may be kept: 256 MiB
 constexpr size_t kFewHits = size_t(1) << 22;       // in a pass of its own
-constexpr int kDigit = 12;
+constexpr int kDigit = Sorter::kDigit;
 constexpr int kGroups = 32;
 
 uint64_t key_of(double x) {
@@ -96,7 +97,7 @@ float even_above(double x) {
 uint64_t sample_size(uint64_t total) {
   if (total <= kAll) return 0;
   if (total <= kTallied) return std::max<uint64_t>(kAll, total / 16);
-  return std::min(kLargestSample, std::max(kSample, total >> 7));
+  return std::min(kLargestSample, std::max(kSample, total >> 8));
 }
 
 // The sample on a logarithmic grid of 512 steps an octave, over the 256 octaves below its maximum.
@@ -133,9 +134,10 @@ class Grid {
   double upper(double rank) const {
     return rank >= double(total()) ? kInf : edge(holder(rank) + 1);
   }
-  // How many lie between two edges.
+  // How many lie below the step that holds x, and in the steps that hold lo to hi.
+  double before(double x) const { return double(counts_[place(x)]); }
   uint64_t between(double lo, double hi) const {
-    const uint64_t end = hi == kInf ? kSize : place(hi);
+    const uint64_t end = hi == kInf ? kSize : hi == edge(place(hi)) && hi > lo ? place(hi) : place(hi) + 1;
     return counts_[end] - counts_[place(lo)];
   }
 
@@ -160,9 +162,18 @@ class Grid {
   std::vector<uint32_t> counts_;  // before each place
 };
 
+// As integers, since compilers make branches of floats. NaN is above all others.
+int64_t count_less(const double* values, size_t n, double limit) {
+  const uint64_t top = key_of(limit);
+  uint64_t count = 0;
+  for (size_t i = 0; i < n; ++i) count += (key_of(values[i]) - top) >> 63;
+  return int64_t(count);
+}
+
 // The share of the sample below each limit, by groups of runs that lie interleaved: their
 // disagreement tells how much a sample of neighbours really knows.
-void standard_errors(const std::vector<double>& sample, const double* limits, double* errors) {
+void standard_errors(const std::vector<double>& sample, double most, const double* limits,
+                     double* errors) {
   int64_t counts[kGroups * 5] = {};  // below each limit, and all
   const auto runs = int64_t(sample.size() / kRun);
   const int team = thread_count(0, size_t(runs) >> 12);
@@ -175,14 +186,8 @@ void standard_errors(const std::vector<double>& sample, const double* limits, do
   for (int64_t j = 0; j < runs; ++j) {
     const double* run = sample.data() + size_t(j) * kRun;
     int64_t* own = counts + 5 * (j % kGroups);
-    for (int p = 0; p < 4; ++p) {
-      int64_t below = 0;
-      for (size_t i = 0; i < kRun; ++i) below += run[i] < limits[p];
-      own[p] += below;
-    }
-    int64_t size = 0;
-    for (size_t i = 0; i < kRun; ++i) size += run[i] == run[i];
-    own[4] += size;
+    for (int p = 0; p < 4; ++p) own[p] += count_less(run, kRun, limits[p]);
+    own[4] += count_less(run, kRun, std::nextafter(most, kInf));
   }
   for (int p = 0; p < 4; ++p) {
     double shares[kGroups], mean = 0, squares = 0;
@@ -203,29 +208,6 @@ int digit_shift(uint64_t lo, uint64_t hi) {
   while (((hi - lo) >> shift) >> kDigit) ++shift;
   return shift;
 }
-
-// Where a hit belongs: its cell, and by the leading bits of its distance from the cell's beginning,
-// one of many places in it.
-class Sorter {
- public:
-  explicit Sorter(const Cells& cells) : last_(cells.collected ? cells.collected - 1 : 0) {
-    for (size_t k = 0; k < cells.collected; ++k) {
-      hi_[k] = cells.hi[k], start_[k] = key_of(cells.lo[k]);
-      shift_[k] = digit_shift(start_[k], key_of(cells.hi[k]));
-    }
-  }
-  size_t operator()(double x) const {
-    size_t cell = 0;
-    for (size_t k = 0; k < last_; ++k) cell += x > hi_[k];
-    return (cell << kDigit) + size_t((key_of(x) - start_[cell]) >> shift_[cell]);
-  }
-
- private:
-  size_t last_;
-  double hi_[kMaxCollected];
-  uint64_t start_[kMaxCollected];
-  int shift_[kMaxCollected];
-};
 
 }  // namespace
 
@@ -302,7 +284,15 @@ size_t Hits::total() const {
   return sum;
 }
 
-Counter::Counter(bool table) {
+Sorter::Sorter(const Cells& cells) : last_(cells.collected ? cells.collected - 1 : 0) {
+  for (size_t k = 0; k < cells.collected; ++k) {
+    hi_[k] = cells.hi[k], start_[k] = key_of(cells.lo[k]);
+    shift_[k] = digit_shift(start_[k], key_of(cells.hi[k]));
+  }
+}
+
+Counter::Counter(const Cells& cells, bool table)
+    : sorter_(cells), counts_(cells.collected << kDigit, 0) {
   if (table) table_.reset(new uint32_t[kBuckets / 2 + 1]());
   tally_.table = table_.get();
 }
@@ -321,12 +311,13 @@ Tally* Counter::prepare(size_t n, size_t limit) {
 }
 
 void Counter::keep() {
+  for (size_t i = 0; i < tally_.used; ++i) ++counts_[sorter_(tally_.hits[i])];
   hits_.add(tally_.used);
   kept_ += tally_.used;
 }
 
 std::unique_ptr<Counter> Percentiles::counter() const {
-  return std::unique_ptr<Counter>(new Counter(first_ && total_ <= kTallied));
+  return std::unique_ptr<Counter>(new Counter(cells_, first_ && total_ <= kTallied));
 }
 
 size_t Percentiles::hit_limit(int threads) const {
@@ -339,6 +330,7 @@ void Percentiles::absorb(Counter& counter) {
     at_least_[k] += counter.tally_.at_least[k];
     above_[k] += counter.tally_.above[k];
   }
+  for (size_t k = 0; k < counts_.size(); ++k) counts_[k] += counter.counts_[k];
   full_ |= counter.full_;
   if (full_) hits_.clear();
   else hits_.append(counter.hits_);
@@ -431,38 +423,84 @@ void Percentiles::plan() {
   const double m = double(seen_);
   double limits[4], errors[4];
   for (int p = 0; p < 4; ++p) limits[p] = grid.upper(kPercents[p] / 100.0 * (m - 1));
-  standard_errors(sample_, limits, errors);
+  standard_errors(sample_, most_, limits, errors);
+  const auto share_of = [&](double lo, double hi) { return double(grid.between(lo, hi)) / m; };
+  double heavy = 0;  // the share of all values from which a single one is set apart
+  std::vector<double> room;  // what share may lie in each range, if there are none such
   for (double sigmas : {3.8, 3.2, 2.7}) {
-    ranges_.clear();
-    uint64_t inside = 0;
-    double expected = 0;
+    double margins[4], expected = 0;
     for (int p = 0; p < 4; ++p) {
       const double q = kPercents[p] / 100.0, even = std::sqrt(q * (1 - q) / m);
-      const double margin = sigmas * std::max(even, errors[p]) * m + 2;
-      const double lo = grid.lower(std::floor(q * m - margin)), hi = grid.upper(std::ceil(q * m + margin));
-      expected += 2 * margin;
-      if (!ranges_.empty() && lo <= ranges_.back().second) ranges_.back().second = hi;
-      else ranges_.push_back({lo, hi});
+      margins[p] = sigmas * std::max(even, errors[p]) * m + 2;
+      expected += 2 * margins[p] / m;
     }
-    for (const auto& range : ranges_) inside += grid.between(range.first, range.second);
-    if (double(inside) > 2 * expected) break;  // equal values, which more care does not thin out
-    if (double(inside) / m * double(total_) < double(kHits)) break;
+    heavy = std::max(0.0005, expected / 8);
+    ranges_.clear();
+    room.clear();
+    for (int p = 0; p < 4; ++p) {
+      const double middle = kPercents[p] / 100.0 * m;
+      const double from = std::floor(middle - margins[p]), to = std::ceil(middle + margins[p]);
+      double lo = grid.lower(from), hi = grid.upper(to);
+      // Far more than asked for: values that are equal, or nearly so.
+      if (share_of(lo, hi) > 3 * margins[p] / m + heavy)
+        std::tie(lo, hi) = refined(lo, hi, from - grid.before(lo), to - grid.before(lo));
+      if (!ranges_.empty() && lo <= ranges_.back().second) {
+        ranges_.back().second = std::max(hi, ranges_.back().second);
+        room.back() += 3 * margins[p] / m;
+      } else {
+        ranges_.push_back({lo, hi});
+        room.push_back(3 * margins[p] / m + heavy);
+      }
+    }
+    if (expected * double(total_) < double(kHits) / 2) break;
   }
-  const std::vector<std::pair<double, double>> wide = ranges_;
+  const std::vector<std::pair<double, double>> all = ranges_;
   ranges_.clear();
   points_.clear();
-  for (const auto& range : wide) {
-    const double share = double(grid.between(range.first, range.second)) / m;
-    if (share > 0.02) split(range.first, range.second, share);
+  for (size_t k = 0; k < all.size(); ++k) {
+    const auto range = all[k];
+    const double share = share_of(range.first, range.second);
+    if (range.first == range.second) points_.push_back({range.first, share});
+    else if (share > room[k]) split(range.first, range.second, share, heavy);
     else ranges_.push_back(range);
   }
   arrange();
 }
 
+// The values of the sample at two ranks among those of a range.
+std::pair<double, double> Percentiles::refined(double lo, double hi, double from, double to) const {
+  // Most often it is one value that both have: then no sorting.
+  std::vector<double> few;
+  for (size_t i = 0; i < sample_.size() && few.size() < 33; i += 7)
+    if (sample_[i] >= lo && sample_[i] <= hi) few.push_back(sample_[i]);
+  if (!few.empty()) {
+    std::nth_element(few.begin(), few.begin() + int64_t(few.size() / 2), few.end());
+    const double usual = few[few.size() / 2];
+    const auto less = [&](double limit) { return count_less(sample_.data(), sample_.size(), limit); };
+    const int64_t before = less(lo), below = less(usual) - before;
+    const int64_t upto = less(std::nextafter(usual, kInf)) - before;
+    if (from >= double(below) && to < double(upto)) return {usual, usual};
+  }
+  std::vector<double> some(sample_.size());
+  size_t count = 0;
+  for (double x : sample_) {
+    some[count] = x;
+    count += x >= lo && x <= hi;
+  }
+  some.resize(count);
+  const auto at = [&](double rank, double otherwise) {
+    if (!(rank >= 0 && rank < double(some.size()))) return otherwise;
+    const auto place = some.begin() + int64_t(rank);
+    std::nth_element(some.begin(), place, some.end());
+    return *place;
+  };
+  const double low = at(from, lo), high = at(to, hi);
+  return {low, high};
+}
+
 // Single out the values of a range that many share.
-void Percentiles::split(double lo, double hi, double share) {
+void Percentiles::split(double lo, double hi, double share, double heavy) {
   constexpr size_t kEnough = 4096;
-  constexpr double kHeavy = 0.003;
   std::vector<double> some;
   const auto step = size_t(std::max(1.0, share * double(sample_.size()) / kEnough));
   for (size_t i = 0; i < sample_.size(); i += step)
@@ -473,7 +511,7 @@ void Percentiles::split(double lo, double hi, double share) {
   for (size_t i = 0, j; i < some.size(); i = j) {
     for (j = i; j < some.size() && some[j] == some[i];) ++j;
     const double part = double(j - i) / double(some.size()) * share;
-    if (j - i < 8 || part < kHeavy) {
+    if (j - i < 8 || part < heavy) {
       between += j - i;
       continue;
     }
@@ -496,21 +534,28 @@ void Percentiles::arrange() {
   }
   Cells& c = cells_;
   c = Cells{};
-  c.narrow = true;
+  c.narrow = first_;
+  // A difference is zero just where its rounded value is; of other points one must make sure.
+  for (const auto& point : points_) c.checked |= point.first != 0;
   std::sort(ranges_.begin(), ranges_.end());
   for (const auto& range : ranges_) {
     double lo = range.first, hi = range.second;
-    float &lo32 = c.lo32[c.count], &hi32 = c.hi32[c.count];
-    if (points_.empty()) {
-      // Between what rounds to the one bound and to the other. Those have even last bits (there are
-      // but nine before), so what lies halfway between two floats rounds to them.
-      lo32 = even_below(lo), hi32 = even_above(hi);
-      lo = lo32 > 0 ? (double(std::nextafter(lo32, -kInf32)) + double(lo32)) / 2 : 0.0;
+    float lo32 = rounded_up(lo), hi32 = rounded_down(hi);
+    if (first_ && !c.checked) {
+      // Floats with an even last bit, to which what lies halfway to their neighbours is rounded: so
+      // there are bounds that say the same of a distance before and after it is rounded.
+      const bool all_but_zero = lo == std::numeric_limits<double>::denorm_min();
+      lo32 = all_but_zero ? std::numeric_limits<float>::denorm_min() : even_below(lo);
+      hi32 = even_above(hi);
+      if (!all_but_zero)
+        lo = lo32 > 0 ? (double(std::nextafter(lo32, -kInf32)) + double(lo32)) / 2 : 0.0;
       hi = hi32 < kInf32 ? (double(hi32) + double(std::nextafter(hi32, kInf32))) / 2 : kInf;
-    } else {
-      lo32 = rounded_up(lo), hi32 = rounded_down(hi);
+      if (c.count && lo <= c.hi[c.count - 1]) {  // which now touches the one before
+        c.hi[c.count - 1] = hi, c.hi32[c.count - 1] = hi32;
+        continue;
+      }
     }
-    c.lo[c.count] = lo, c.hi[c.count] = hi;
+    c.lo[c.count] = lo, c.hi[c.count] = hi, c.lo32[c.count] = lo32, c.hi32[c.count] = hi32;
     ++c.count;
   }
   c.collected = c.count;
@@ -523,6 +568,7 @@ void Percentiles::arrange() {
   std::fill(at_least_, at_least_ + kMaxCells, 0);
   std::fill(above_, above_ + kMaxCells, 0);
   hits_.clear();
+  counts_.assign(c.collected << kDigit, 0);
   full_ = false;
 }
 
@@ -548,36 +594,7 @@ bool Percentiles::settle(int64_t finite) {
   return !next_pass();
 }
 
-// The hits by cell and place.
-std::vector<int64_t> Percentiles::count_hits() const {
-  const Sorter sorter(cells_);
-  const auto& blocks = hits_.blocks();
-  std::vector<int64_t> counts(cells_.collected << kDigit, 0);
-  const int team = thread_count(0, std::min(blocks.size(), hits_.total() >> 14));
-#ifdef _OPENMP
-#pragma omp parallel num_threads(team) if (team > 1)
-#else
-  (void)team;
-#endif
-  {
-    std::vector<uint32_t> own(counts.size(), 0);
-#ifdef _OPENMP
-#pragma omp for schedule(dynamic, 1) nowait
-#endif
-    for (size_t b = 0; b < blocks.size(); ++b) {
-      const double* values = blocks[b].values.get();
-      for (size_t i = 0; i < blocks[b].used; ++i) ++own[sorter(values[i])];
-    }
-#ifdef _OPENMP
-#pragma omp critical(tensortap_percentiles)
-#endif
-    for (size_t k = 0; k < own.size(); ++k) counts[k] += own[k];
-  }
-  return counts;
-}
-
 void Percentiles::locate_all() {
-  const std::vector<int64_t> counts = full_ ? std::vector<int64_t>() : count_hits();
   std::vector<size_t> order(cells_.count);
   for (size_t k = 0; k < order.size(); ++k) order[k] = k;
   std::sort(order.begin(), order.end(),
@@ -585,8 +602,7 @@ void Percentiles::locate_all() {
   int64_t inside[kMaxCells] = {};
   for (size_t k = 0; k < cells_.count; ++k) {
     if (k >= cells_.collected) inside[k] = at_least_[k] - above_[k];
-    else if (full_) inside[k] = at_least_[k];  // which is too many, until the next cell takes over
-    else for (size_t i = 0; i < size_t(1) << kDigit; ++i) inside[k] += counts[(k << kDigit) + i];
+    else for (size_t i = 0; i < size_t(1) << kDigit; ++i) inside[k] += counts_[(k << kDigit) + i];
   }
   std::vector<Open> asked;
   asked.swap(open_);
@@ -602,18 +618,13 @@ void Percentiles::locate_all() {
       done = true;
       if (open.rank < below) {
         open_.push_back({open.rank, lo, key_of(cells_.lo[k]) - 1, passed, below - passed});
-      } else if (open.rank >= below + inside[k] ||
-                 (full_ && collected && at + 1 < order.size() &&
-                  open.rank >= finite_ - at_least_[order[at + 1]])) {
+      } else if (open.rank >= below + inside[k]) {
         done = false;
       } else if (!collected) {
         found_.push_back({open.rank, cells_.lo[k]});
       } else if (full_) {
-        // The cell, or the gap behind it.
-        const bool end = at + 1 == order.size();
-        const uint64_t hi = end ? key_of(kInf) : key_of(cells_.lo[order[at + 1]]) - 1;
-        const int64_t next = end ? finite_ : finite_ - at_least_[order[at + 1]];
-        open_.push_back({open.rank, key_of(cells_.lo[k]), hi, below, next - below});
+        const uint64_t ends[] = {key_of(cells_.lo[k]), key_of(cells_.hi[k])};
+        open_.push_back({open.rank, ends[0], ends[1], below, inside[k]});
       } else {
         wanted.push_back({k, open.rank - below});
       }
@@ -622,21 +633,20 @@ void Percentiles::locate_all() {
     }
     if (!done) open_.push_back({open.rank, lo, key_of(kInf), passed, finite_ - passed});
   }
-  select(wanted, counts);
+  select(wanted);
 }
 
-void Percentiles::select(const std::vector<std::pair<size_t, int64_t>>& wanted,
-                         const std::vector<int64_t>& counts) {
+void Percentiles::select(const std::vector<std::pair<size_t, int64_t>>& wanted) {
   std::vector<std::vector<double>> places;
-  std::vector<unsigned char> marked(counts.size(), 0);
+  std::vector<unsigned char> marked(counts_.size(), 0);
   std::vector<std::pair<size_t, int64_t>> answers;  // index into places, rank within
   for (const auto& want : wanted) {
     size_t at = want.first << kDigit;
     int64_t rank = want.second;
-    while (counts[at] <= rank) rank -= counts[at++];
+    while (counts_[at] <= rank) rank -= counts_[at++];
     if (!marked[at]) {
       places.emplace_back();
-      places.back().reserve(size_t(counts[at]));
+      places.back().reserve(size_t(counts_[at]));
       marked[at] = static_cast<unsigned char>(places.size());
     }
     answers.push_back({size_t(marked[at]) - 1, rank});
@@ -652,18 +662,21 @@ void Percentiles::select(const std::vector<std::pair<size_t, int64_t>>& wanted,
   for (size_t b = 0; b < blocks.size(); ++b) {
     if (wanted.empty()) continue;
     const double* values = blocks[b].values.get();
+    std::vector<std::vector<double>> own(places.size());
     for (size_t i = 0; i < blocks[b].used; ++i)
-      if (const unsigned char mark = marked[sorter(values[i])]) {
+      if (const unsigned char mark = marked[sorter(values[i])])
+        own[size_t(mark) - 1].push_back(values[i]);
 #ifdef _OPENMP
 #pragma omp critical(tensortap_percentiles)
 #endif
-        places[size_t(mark) - 1].push_back(values[i]);
-      }
+    for (size_t k = 0; k < own.size(); ++k)
+      places[k].insert(places[k].end(), own[k].begin(), own[k].end());
   }
   for (size_t i = 0; i < wanted.size(); ++i) {
     std::vector<double>& values = places[answers[i].first];
     const auto at = values.begin() + answers[i].second;
-    std::nth_element(values.begin(), at, values.end());
+    const auto ends = std::minmax_element(values.begin(), values.end());
+    if (*ends.first < *ends.second) std::nth_element(values.begin(), at, values.end());
     found_.push_back({wanted[i].second + (finite_ - at_least_[wanted[i].first]), *at});
   }
 }

@@ -3,6 +3,7 @@
 
 #include "difference.hpp"
 
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -30,10 +31,32 @@ class Hits {
   std::vector<Block> blocks_;
 };
 
-// A thread's tally, and its hits.
+// Where a hit belongs: its cell, and by the leading bits of its distance from the cell's beginning,
+// one of many places in it.
+class Sorter {
+ public:
+  static constexpr int kDigit = 12;
+
+  explicit Sorter(const Cells& cells);
+  std::size_t operator()(double x) const {
+    std::size_t cell = 0;
+    for (std::size_t k = 0; k < last_; ++k) cell += x > hi_[k];
+    std::uint64_t key;
+    std::memcpy(&key, &x, sizeof key);
+    return (cell << kDigit) + std::size_t((key - start_[cell]) >> shift_[cell]);
+  }
+
+ private:
+  std::size_t last_;
+  double hi_[kMaxCollected];
+  std::uint64_t start_[kMaxCollected];
+  int shift_[kMaxCollected];
+};
+
+// A thread's tally, its hits, and how many of them belong to each place.
 class Counter {
  public:
-  explicit Counter(bool table);
+  Counter(const Cells& cells, bool table);
   // The tally with room for so many hits; they are dropped once there are more than the limit.
   Tally* prepare(std::size_t n, std::size_t limit);
   void keep();
@@ -43,6 +66,8 @@ class Counter {
   Tally tally_{};
   std::unique_ptr<std::uint32_t[]> table_;
   Hits hits_;
+  Sorter sorter_;
+  std::vector<std::uint32_t> counts_;
   std::size_t kept_ = 0;
   bool full_ = false;
 };
@@ -88,12 +113,11 @@ class Percentiles {
 
   std::uint64_t start_of(std::uint64_t run) const;
   void collect_all();
-  void split(double lo, double hi, double share);
+  std::pair<double, double> refined(double lo, double hi, double from, double to) const;
+  void split(double lo, double hi, double share, double heavy);
   void arrange();
   void locate_all();
-  void select(const std::vector<std::pair<std::size_t, std::int64_t>>& wanted,
-              const std::vector<std::int64_t>& counts);
-  std::vector<std::int64_t> count_hits() const;
+  void select(const std::vector<std::pair<std::size_t, std::int64_t>>& wanted);
   void narrow();
   bool next_pass();
 
@@ -107,6 +131,7 @@ class Percentiles {
   Cells cells_{};
   std::int64_t at_least_[kMaxCells] = {}, above_[kMaxCells] = {};
   Hits hits_;
+  std::vector<std::int64_t> counts_;  // of the hits by place
   bool full_ = false, first_ = true, digits_ = false;
   std::int64_t finite_ = 0;
   std::vector<Open> open_;
