@@ -23,6 +23,7 @@ __all__ = [
     "Planted",
     "make_inputs",
     "make_model",
+    "massive",
     "permuted",
     "plant",
     "split",
@@ -197,6 +198,18 @@ def make_model(
 def make_inputs(seed: int = 0, *, samples: int = 2, length: int = 24) -> Tensor:
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(VOCABULARY, (samples, length), generator=generator)
+
+
+def massive(model: Planted, kind: str) -> Planted:
+    """The model with a few values that dwarf the rest, as residual streams of large models have."""
+    with torch.no_grad():
+        if kind == "token":
+            model.positions.table[0, 9] = 3000
+            model.positions.table[0, 40] = -1000
+        else:
+            model.embedding.weight[:, 3] *= 300
+            model.embedding.weight[:, 17] *= -100
+    return model
 
 
 # Other ways to compute the same: what a clean pair may do.

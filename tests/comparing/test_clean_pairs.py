@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import BUGS, make_inputs, make_model, permuted, plant, split
+from planted import BUGS, make_inputs, make_model, massive, permuted, plant, split
 from torch import Tensor, nn
 
 import tensortap as tap
@@ -42,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 def record(tmp_path: Path) -> Record:
     count = 0
 
-    def run(model: nn.Module, *batches: Tensor, layers: str = "all") -> tap.Recording:
+    def run(model: nn.Module, *batches: Tensor, layers: str | list[str] = "all") -> tap.Recording:
         nonlocal count
         count += 1
         path = tmp_path / str(count)
@@ -157,6 +158,45 @@ def test_healthy_models_need_no_floor(record: Record, seed: int, shape: dict[str
         other = record(make_model(seed, dtype=dtype, **shape), ids)
         assert clean(compare(reference, other))
     assert clean(compare(other, reference))
+
+
+@seeds
+@pytest.mark.parametrize("kind", ["token", "channel"])
+def test_massive_activations(record: Record, seed: int, kind: str) -> None:
+    ids = make_inputs(seed)
+    reference = record(massive(make_model(seed), kind), ids)
+    for dtype in (torch.bfloat16, torch.float16):
+        model = massive(make_model(seed), kind).to(dtype)
+        floor = record(model, ids)
+        assert clean(compare(reference, floor))
+        assert clean(compare(reference, record(split(model, 4), ids), floor=floor))
+
+
+def test_convolutions_with_dead_rows(record: Record) -> None:
+    """Behind a ReLU most rows of a few values are zero, and the rest is what cancelled."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        parts: list[nn.Module] = []
+        for _ in range(5):
+            norm = nn.BatchNorm2d(24)
+            norm.running_mean.normal_(0, 2)
+            norm.running_var.uniform_(0.3, 3)
+            parts += [nn.Conv2d(24, 24, 3, padding=1), norm, nn.ReLU()]
+        model, images = nn.Sequential(*parts).eval(), torch.randn(2, 24, 8, 8)
+        reference = record(model, images)
+        for dtype in (torch.bfloat16, torch.float16):
+            other = copy.deepcopy(model).to(dtype)
+            assert clean(compare(reference, record(other, images.to(dtype))))
+
+
+def test_the_end_alone_of_a_deep_model(record: Record) -> None:
+    shape = {"width": 32, "heads": 2, "layers": 60, "length": 12}
+    ids = make_inputs(length=12)
+    ends = [
+        record(make_model(dtype=dtype, **shape), ids, layers=["final_norm", "head"])
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert clean(compare(*ends))
 
 
 @seeds

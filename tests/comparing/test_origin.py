@@ -214,3 +214,17 @@ def test_what_summaries_cannot_tell_is_said(recorded: Recorded) -> None:
     assert row["cosine"] is None
     floor = tap.compare(recorded(model, x), recorded(model.double(), x.double()), floor=slim).floor
     assert floor.startswith("estimated")
+
+
+def test_masks_at_the_limit_of_another_dtype_agree(recorded: Recorded) -> None:
+    model = nn.Identity()
+
+    def mask(dtype: torch.dtype, shift: int = 0) -> torch.Tensor:
+        rows = torch.arange(6)
+        hidden = rows[None, :] > rows[:, None] + shift
+        return torch.zeros(6, 6, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+
+    left = recorded(model, mask(torch.float32))
+    for dtype in (torch.float16, torch.float64, torch.bfloat16):
+        assert tap.compare(left, recorded(model, mask(dtype))).layers[0].verdict == "within"
+    assert not tap.compare(left, recorded(model, mask(torch.float16, shift=1))).same

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planted import BUGS, HERE, Bug, Planted, make_inputs, make_model, plant
+from planted import BUGS, HERE, Bug, Planted, make_inputs, make_model, massive, plant
 
 import tensortap as tap
 from tensortap.comparing.compare import compare
@@ -31,8 +31,13 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Record:
     folder = tmp_path_factory.mktemp("runs")
 
     @functools.cache
-    def run(bug: Bug | None, dtype: torch.dtype, layers: str, inputs: bool = True) -> tap.Recording:
-        model: Planted = make_model(dtype=dtype)
+    def run(
+        bug: Bug | None, dtype: torch.dtype, layers: str, inputs: bool = True, kind: str = ""
+    ) -> tap.Recording:
+        model: Planted = make_model()
+        if kind:
+            model = massive(model, kind)
+        model = model.to(dtype)
         if bug is not None:
             model = plant(model, bug)
         path: Path = folder / str(len(list(folder.iterdir())))
@@ -87,6 +92,22 @@ def test_the_layer_is_found_in_bf16(bug: Bug, recorded: Record) -> None:
 def test_the_block_is_found_in_bf16(bug: Bug, recorded: Record) -> None:
     reference = recorded(None, torch.float32, "blocks")
     floor, candidate = (recorded(b, torch.bfloat16, "blocks") for b in (None, bug))
+    first = compare(reference, candidate, floor=floor).first_divergence
+    assert first is not None
+    assert first.layer == bug.block
+
+
+# What the rounding of the massive values themselves is larger than.
+DROWNED = {("token", "stale cache"), ("channel", "stale cache"), ("channel", "one bad token")}
+
+
+@pytest.mark.parametrize("kind", ["token", "channel"])
+@named([bug for bug in BUGS if bug.in_bf16 == "block"])
+def test_massive_activations_do_not_hide_a_bug(bug: Bug, kind: str, recorded: Record) -> None:
+    if (kind, bug.name) in DROWNED:
+        pytest.skip("smaller than the rounding of the massive values")
+    reference = recorded(None, torch.float32, "blocks", kind=kind)
+    floor, candidate = (recorded(b, torch.bfloat16, "blocks", kind=kind) for b in (None, bug))
     first = compare(reference, candidate, floor=floor).first_divergence
     assert first is not None
     assert first.layer == bug.block

@@ -176,12 +176,13 @@ class _Work:
         self._positions = {name: number for number, name in enumerate(reference.layers)}
         blocks = reference.manifest.structure.blocks
         self._blocks = [self._positions[name] for name in blocks if name in self._positions]
+        self._structure = reference.manifest.structure
 
     def row(self, pair: LayerPair) -> LayerComparison:
         left, right = pair.reference, pair.candidate
         if left is None or right is None:
             return missing_row(pair)
-        depth = depth_of(self._positions[left.name], self._blocks)
+        depth = depth_of(self._positions[left.name], self._blocks, self._unheard(left.name))
         sites = self.pairer.pair(pair)
         compared: list[Part] = []
         given = _Given()
@@ -211,6 +212,16 @@ class _Work:
             candidate_type=right.type,
             note="; ".join(part.why for part in gaps),
         )
+
+    def _unheard(self, layer: str) -> int:
+        """How many blocks ran before a layer though none of them was recorded."""
+        blocks, embedding = self._structure.blocks, self._structure.embedding
+        if self._blocks or layer == embedding:
+            return 0
+        for number, block in enumerate(blocks):
+            if layer.startswith(f"{block}."):
+                return number
+        return len(blocks)
 
     def _part(self, layer: Layer, site: SitePair, depth: int, given: _Given) -> Part:
         if site.missing:

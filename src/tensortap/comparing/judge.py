@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..numerics.difference import METRICS, Difference
 from ..numerics.profile import Profile
 from .measure import MomentMeasurement
-from .outliers import find_outliers, non_finite_places
+from .outliers import find_outliers, non_finite_places, typical_ratio
 from .precision import roundoff
 from .results import Verdict
 from .rules import Rule
@@ -26,6 +26,7 @@ __all__ = ["AGAINST_ESTIMATE", "AGAINST_FLOOR", "Expectation", "Judgement", "jud
 # How far above the floor an error may be: a floor run is a sample of noise, an estimate a guess.
 AGAINST_FLOOR = 2.0
 AGAINST_ESTIMATE = 4.0
+QUIET = 0.4  # of the whole floor: what a single place of a floor run errs at least
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def judge(measured: MomentMeasurement, expected: Expectation) -> Judgement:
         judged = _by_rule(expected.preset, measured, floor, ratio)
     elif found.mismatched == 0:
         return Judgement("within", _in_tolerance(found), floor, ratio)
+    elif _is_mask(measured, found):
+        return Judgement("within", "a mask: zeros, and each dtype's own limit", None, None)
     else:
         judged = _by_floor(found, expected, floor, ratio)
     return _with_outliers(judged, measured, expected, floor)
@@ -139,7 +142,7 @@ def _by_floor(
         return Judgement("diverged", _no_floor(found), floor, ratio)
     given = expected.measured is not None
     limit = AGAINST_FLOOR if given else AGAINST_ESTIMATE
-    limit *= 1.0 + 4.0 / math.sqrt(found.finite)  # few values scatter more than many
+    limit *= _scatter(found.finite)
     basis = "measured" if given else f"estimated from {expected.basis}"
     why = f"error {found.error:.3g} is {ratio:.3g} times the floor of {floor:.3g} ({basis}"
     if ratio <= limit:
@@ -152,6 +155,15 @@ def _no_floor(found: Difference) -> str:
     if all(roundoff(dtype) == 0.0 for dtype in found.dtypes):
         return f"{share}, and {found.dtypes[0]} does not round"
     return f"{share} where the reference is zero"
+
+
+def _is_mask(measured: MomentMeasurement, found: Difference) -> bool:
+    """Whether both sides hold zeros and the limits of their own dtypes, in the same places."""
+    if found.dtypes[0] == found.dtypes[1]:
+        return False
+    left, right = measured.summaries()
+    limits = left.saturated == right.saturated == found.mismatched
+    return limits and all(side.zeros + side.saturated == side.count for side in (left, right))
 
 
 def _in_tolerance(found: Difference) -> str:
@@ -173,18 +185,34 @@ def _disagreeing(
 def _with_outliers(
     judged: Judgement, measured: MomentMeasurement, expected: Expectation, floor: float | None
 ) -> Judgement:
-    """Look at tokens and channels; a bad one in a good layer makes it diverged."""
+    """Look at tokens and channels; a bad one in a good layer makes it diverged, as do most."""
     own = measured.profile()
     if own is None or floor is None:
         return judged
     other: Profile | None = None
-    least = AGAINST_ESTIMATE * floor
+    limit, least = AGAINST_ESTIMATE, AGAINST_ESTIMATE * floor
     if expected.floor is not None and expected.measured is not None:
-        other, least = expected.floor.profile(), AGAINST_FLOOR * floor
-    outliers = find_outliers(own, other, least)
-    if not outliers:
+        other = expected.floor.profile()
+        limit, least = AGAINST_FLOOR, QUIET * floor
+    hints = tuple(str(outlier) for outlier in find_outliers(own, other, least))
+    said = f"good but for {' and '.join(hints)}"
+    if not hints and expected.preset is None:
+        ratio, axis, places = typical_ratio(own, other, floor if other is None else least)
+        limit *= (1.0 + 2.0 / math.sqrt(max(1, places))) * _scatter(
+            len(own.tokens) * len(own.channels)
+        )
+        if ratio > limit:
+            hints = (f"most {axis}s: error {ratio:.3g} times the floor's",)
+            said = (
+                f"in most {axis}s the error is {ratio:.3g} times the floor's (up to {limit:.2g} "
+                "times is allowed), which a few large ones hide"
+            )
+    if not hints:
         return judged
-    hints = tuple(str(outlier) for outlier in outliers)
-    verdict: Verdict = "diverged"
-    why = judged.why if judged.verdict == "diverged" else f"good but for {' and '.join(hints)}"
-    return Judgement(verdict, why, judged.floor, judged.ratio, hints)
+    why = judged.why if judged.verdict == "diverged" else said
+    return Judgement("diverged", why, judged.floor, judged.ratio, hints)
+
+
+def _scatter(count: int) -> float:
+    """What few values may scatter beyond many."""
+    return 1.0 + 4.0 / math.sqrt(max(1, count))

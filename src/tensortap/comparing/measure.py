@@ -40,6 +40,10 @@ class MomentMeasurement:
         """The error in the tensor's own units; NaN without tensors."""
         return self.difference.rmse if self.difference is not None else math.nan
 
+    def summaries(self) -> tuple[Summary, Summary]:
+        """The summaries of what was compared of both sides."""
+        return _summaries(self._site, self._pair)
+
     def added(self, metric: str) -> float:
         """A metric that is not of a difference; reads the tensors once more."""
         if self.difference is None:
@@ -65,7 +69,7 @@ class SiteMeasurement:
 
     def summaries(self) -> tuple[Summary, Summary]:
         """The summaries of what was compared of both sides, merged over the moments."""
-        pairs = [_summaries(self.site, moment._pair) for moment in self.moments]
+        pairs = [moment.summaries() for moment in self.moments]
         left = reduce(Summary.merge, (pair[0] for pair in pairs))
         return left, reduce(Summary.merge, (pair[1] for pair in pairs))
 

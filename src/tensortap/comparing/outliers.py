@@ -1,28 +1,34 @@
-"""One bad token or channel in an otherwise good layer.
+"""What a whole-tensor error hides: one bad token or channel, or all but a few massive ones.
 
-A whole-tensor error hides it: one token of a thousand that is wholly wrong moves the error by three
-per cent. So the error of each token (a row of all axes but the last) and of each channel (the last
-axis) is set against what the others have, or against the same place in the floor run.
+One token of a thousand that is wholly wrong moves the error by three per cent. And where a few
+places are a thousand times larger than the rest, as in the residual stream of a large language
+model, the error of the whole is theirs, whatever happens to the others. So the error of each token
+(a row of all axes but the last) and of each channel (the last axis) is set against the same place
+in the floor run, or without one against what the others have.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..numerics.profile import Profile
 
-__all__ = ["Outlier", "find_outliers", "non_finite_places"]
+__all__ = ["Outlier", "find_outliers", "non_finite_places", "typical_ratio"]
 
-_AGAINST_FLOOR = 4.0
+_AGAINST_FLOOR = 3.5
 _AGAINST_WORST = 3.0
-_AGAINST_OTHERS = 8.0
+_AGAINST_OTHERS = 16.0
 _MOST_NAMED = 4
 _MOST_SHARE = 0.25  # with more of them than this, it is the layer that is bad
 
-_SQUARES, _ENERGY, _DISAGREEING = 0, 1, 3
+_SQUARES, _ENERGY, _LARGEST, _DISAGREEING = 0, 1, 2, 3
+
+_Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,43 @@ class Outlier:
 
 
 def find_outliers(own: Profile, floor: Profile | None, least: float) -> list[Outlier]:
-    """The bad tokens and channels; errors below `least` (relative) are never bad."""
+    """The bad tokens and channels.
+
+    Errors below `least` (relative) are never bad; where there is a floor run, `least` is the noise
+    that it has at least in each place.
+    """
     found = []
-    for axis in ("token", "channel"):
-        table = own.tokens if axis == "token" else own.channels
-        if len(table) < 2:
-            continue
-        other = None
-        if floor is not None:
-            other = floor.tokens if axis == "token" else floor.channels
-            if other.shape != table.shape:
-                other = None
-        outlier = _outlier(axis, table, other, least, _width(own, axis))
+    for axis, table, other in _tables(own, floor):
+        outlier = _outlier(axis, table, other, least)
         if outlier is not None:
             found.append(_named(outlier, own))
     return found
+
+
+def typical_ratio(own: Profile, floor: Profile | None, least: float) -> tuple[float, str, int]:
+    """The median place's error as a multiple of the floor's there, or of `least` without one.
+
+    Of tokens or of channels, whichever is more; the axis, and how many places it has.
+    """
+    best = (0.0, "", 0)
+    for axis, table, other in _tables(own, floor):
+        scores = _scores(table)
+        expected = np.full_like(scores, least) if other is None else _floor_scores(other, least)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = float(np.median(np.where(scores > 0, scores / expected, 0.0)))
+        best = max(best, (ratio, axis, len(table)))
+    return best
+
+
+def _tables(own: Profile, floor: Profile | None) -> Iterator[tuple[str, _Floats, _Floats | None]]:
+    """Both axes that have several places, with the floor run's where it has the same."""
+    for axis in ("token", "channel"):
+        table = own.tokens if axis == "token" else own.channels
+        other = None
+        if floor is not None:
+            other = floor.tokens if axis == "token" else floor.channels
+        if len(table) > 1:
+            yield axis, table, other if other is None or other.shape == table.shape else None
 
 
 def non_finite_places(profile: Profile) -> str:
@@ -76,36 +104,53 @@ def non_finite_places(profile: Profile) -> str:
     return ", ".join(parts)
 
 
-def _width(profile: Profile, axis: str) -> int:
-    return len(profile.channels) if axis == "token" else len(profile.tokens)
-
-
-def _scores(table: np.ndarray) -> np.ndarray:
+def _scores(table: _Floats) -> _Floats:
     """Each place's error relative to its own size and to the usual size of a place.
 
-    Its own size alone would make much of the rounding in a place that is almost zero.
+    Its own size alone would make much of the rounding in a place that is almost zero. The usual
+    size is the mean, but without the largest tenth where that owns nearly all of it.
     """
     energy = table[:, _ENERGY]
-    scale = energy + energy.mean()
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.sqrt(np.where(scale > 0, table[:, _SQUARES] / scale, 0.0))
+    usual = energy.mean()
+    rest = np.sort(energy)[: len(energy) - math.ceil(len(energy) / 10)]
+    if len(rest) and 0 < 10 * rest.mean() < usual:
+        usual = rest.mean()
+    scale = energy + usual
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scores: _Floats = np.sqrt(np.where(scale > 0, table[:, _SQUARES] / scale, 0.0))
+    return scores
 
 
-def _outlier(
-    axis: str, table: np.ndarray, other: np.ndarray | None, least: float, width: int
-) -> Outlier | None:
+def _floor_scores(other: _Floats, least: float) -> _Floats:
+    """What the floor run lets expect in each place: its own error there, or the usual one."""
+    scores = _scores(other)
+    return np.maximum(scores, max(least, float(np.median(scores))))
+
+
+def _scatter(table: _Floats) -> _Floats:
+    """How much a place may stand out by chance: the more, the fewer of its values err."""
+    largest = table[:, _LARGEST]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        count = np.where(largest > 0, table[:, _SQUARES] / largest**2, 1.0)
+    scatter: _Floats = 1.0 + 2.0 / np.sqrt(np.maximum(count, 1.0))
+    return scatter
+
+
+def _usual(scores: _Floats) -> float:
+    """The score of a good place: of the lower three quarters, in which dead ones hardly count."""
+    low = np.sort(scores)[: len(scores) - len(scores) // 4]
+    return float(np.sqrt(np.square(low).mean()))
+
+
+def _outlier(axis: str, table: _Floats, other: _Floats | None, least: float) -> Outlier | None:
     scores = _scores(table)
-    # A place of few values scatters more than one of many.
-    slack = 1.0 + 2.0 / math.sqrt(max(1, width))
     if other is not None:
-        expected = _scores(other)
-        usual = np.maximum(expected, np.median(expected))
+        usual = _floor_scores(other, least)
         # Noise may fall on other places in another run, so its worst place counts for all.
-        limits = np.maximum(_AGAINST_FLOOR * slack * usual, _AGAINST_WORST * expected.max())
-        limits = np.maximum(least, limits)
+        limits = np.maximum(_AGAINST_FLOOR * _scatter(table) * usual, _AGAINST_WORST * usual.max())
     else:
-        usual = np.full_like(scores, np.median(scores))
-        limits = np.maximum(least, _AGAINST_OTHERS * slack * usual)
+        usual = np.full_like(scores, _usual(scores))
+        limits = np.maximum(least, _AGAINST_OTHERS * _scatter(table) * usual)
     bad = np.flatnonzero(scores > limits)
     if not len(bad) or len(bad) > max(1, _MOST_SHARE * len(scores)):
         return None

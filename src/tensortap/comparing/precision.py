@@ -59,13 +59,13 @@ def precision_of(recording: Recording) -> str | None:
     return max(used, key=_unit, default=None)
 
 
-def depth_of(position: int, blocks: Sequence[int]) -> int:
+def depth_of(position: int, blocks: Sequence[int], unheard: int = 0) -> int:
     """About how many operations stand before an output, from its place in the order of execution.
 
     `blocks` are the places of the model's blocks: where they alone were recorded, each of them
-    stands for many operations.
+    stands for many operations. `unheard` is how many blocks ran before it without being recorded.
     """
-    passed = sum(block <= position for block in blocks)
+    passed = unheard + sum(block <= position for block in blocks)
     return max(position + 1, _OPERATIONS_A_BLOCK * passed)
 
 

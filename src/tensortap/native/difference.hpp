@@ -56,7 +56,7 @@ struct Tally {
 };
 
 // Pairs that are worked on at a time, in L1.
-constexpr std::size_t kPairBlock = 2048;
+constexpr std::size_t kPairBlock = 1024;
 constexpr std::size_t kPadding = 64;
 
 struct PairKernels {
