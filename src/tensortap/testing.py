@@ -117,7 +117,8 @@ def _about(row: LayerComparison, said: str) -> list[str]:
 
 def _where(part: Part) -> str:
     leaf = f" {part.leaf}" if part.leaf else ""
-    moment = f", {_moment(part.worst_moment)}" if part.worst_moment is not None else ""
+    when = part.diverged_at[0] if part.diverged_at else part.worst_moment
+    moment = f", {_moment(when)}" if when is not None else ""
     return f"{part.port}{leaf}{moment}"
 
 
@@ -177,7 +178,9 @@ def tensor_failure(
     if len(failures) > 1:
         names = ", ".join(leaf for leaf, _ in failures[1 : 1 + _MOST_NAMED])
         more = ", …" if len(failures) > 1 + _MOST_NAMED else ""
-        lines += ["", f"{len(failures) - 1} other items do not match either: {names}{more}"]
+        rest = len(failures) - 1
+        words = "1 other item does" if rest == 1 else f"{rest} other items do"
+        lines += ["", f"{words} not match either: {names}{more}"]
     return "\n".join(lines)
 
 
