@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/tensortap demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -31,6 +31,7 @@ check: lint types test
 bench: $(STAMP)
 	$(BIN)/python benchmarks/summary.py
 	$(BIN)/python benchmarks/difference.py
+	$(BIN)/python benchmarks/comparing.py
 	$(BIN)/python benchmarks/recording.py
 
 # Remakes the pictures and the command reference under docs/.

@@ -24,9 +24,10 @@ inline vf64 fused(vf64 a, vf64 b, vf64 c) {
 #endif
 }
 
+// Of numbers that are not negative, which order as their bits do; units for those are freer.
 inline vf64 greatest_of(vf64 a, vf64 b) {
 #if defined(TENSORTAP_ISA_avx512)
-  return (vf64)_mm512_max_pd((__m512d)a, (__m512d)b);
+  return (vf64)_mm512_max_epi64((__m512i)a, (__m512i)b);
 #elif defined(TENSORTAP_ISA_avx2)
   return (vf64)_mm256_max_pd((__m256d)a, (__m256d)b);
 #elif defined(__SSE2__)
