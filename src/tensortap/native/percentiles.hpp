@@ -2,75 +2,18 @@
 #pragma once
 
 #include "difference.hpp"
+#include "hits.hpp"
 
-#include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace tensortap {
 
-constexpr std::size_t kRun = 16;  // neighbours that are sampled together
-
-// Values that were taken out, in blocks.
-class Hits {
- public:
-  // Room for `size` more, in one piece.
-  double* room(std::size_t size);
-  void add(std::size_t used) { blocks_.back().used += used; }
-  void append(Hits& other);
-  void clear() { blocks_.clear(); }
-  std::size_t total() const;
-
-  struct Block {
-    std::unique_ptr<double, void (*)(void*)> values;
-    std::size_t size, used;
-  };
-  const std::vector<Block>& blocks() const { return blocks_; }
-
- private:
-  std::vector<Block> blocks_;
-};
-
-// Where a hit belongs: its cell, and by the leading bits of its distance from the cell's beginning,
-// one of many places in it.
-class Sorter {
- public:
-  static constexpr int kDigit = 12;
-
-  explicit Sorter(const Cells& cells);
-  std::size_t operator()(double x) const {
-    std::size_t cell = 0;
-    for (std::size_t k = 0; k < last_; ++k) cell += x > hi_[k];
-    std::uint64_t key;
-    std::memcpy(&key, &x, sizeof key);
-    return (cell << kDigit) + std::size_t((key - start_[cell]) >> shift_[cell]);
-  }
-
- private:
-  std::size_t last_;
-  double hi_[kMaxCollected];
-  std::uint64_t start_[kMaxCollected];
-  int shift_[kMaxCollected];
-};
-
-// A thread's tally, its hits, and how many of them belong to each place.
-class Counter {
- public:
-  Counter(const Cells& cells, bool table);
-  // The tally with room for so many hits; they are dropped once there are more than the limit.
-  Tally* prepare(std::size_t n, std::size_t limit);
-  void keep();
-
- private:
-  friend class Percentiles;
-  Tally tally_{};
-  std::unique_ptr<std::uint32_t[]> table_;
-  Hits hits_;
-  Sorter sorter_;
-  std::vector<std::uint32_t> counts_;
-  std::size_t kept_ = 0;
-  bool full_ = false;
-};
+constexpr std::size_t kRun = 16;                       // neighbours that are sampled together
+constexpr std::uint64_t kTallied = std::uint64_t(1) << 20;  // up to here, the histogram counts all
+constexpr std::size_t kHits = std::size_t(1) << 25;    // values that may be kept: 256 MiB
+constexpr int kPercents[] = {50, 90, 95, 99};
 
 // First `sample` over the whole stream, then `plan`; then the pass that counts and collects, by
 // `difference` or by `scan`; then `settle`. As long as that returns false, another pass by `scan`.
@@ -91,7 +34,7 @@ class Percentiles {
   bool settle(std::int64_t finite);
   // By ascending rank: floor(p * (finite - 1)) and the next, for each p, without repetition.
   std::vector<double> values() const;
-  // Up to kSampled pairs all are counted; beyond, the sample is.
+  // Up to kTallied pairs all are counted; beyond, the sample is.
   const std::vector<std::int64_t>& histogram() const { return histogram_; }
 
   const Cells& cells() const { return cells_; }
