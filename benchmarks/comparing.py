@@ -120,12 +120,11 @@ def main() -> None:
         root = Path(scratch)
         for name, noise in (("a", 0.0), ("b", 1e-3)):
             record(root / name, root / f"{name}_pt", options.layers, options.megabytes, noise)
-        start = time.perf_counter()
-        first = tap.compare(root / "a", root / "b")
-        opening = time.perf_counter() - start
         peak: list[int] = []
+        start = time.perf_counter()
         with watched(peak):
-            tap.compare(root / "a", root / "b")
+            first = tap.compare(root / "a", root / "b")
+        opening = time.perf_counter() - start
         variants = {
             "read": lambda: plain_read([root / "a", root / "b"]),
             "compare": lambda: tap.compare(root / "a", root / "b"),

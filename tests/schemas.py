@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 __all__ = ["validate"]
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -13,8 +15,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 def validate(data: Any, name: str) -> None:
     """Check a document against docs/NAME.schema.json."""
-    import jsonschema
-
+    jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((DOCS / f"{name}.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(data, _strict(schema))
