@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...numerics.summary import COLUMNS
 from .. import text
 from ..bars import bars_of_summary, span
 
@@ -46,22 +47,7 @@ METRICS = (
     "sqnr_db",
     "rel",
 )
-STATISTICS = (
-    "count",
-    "nan",
-    "posinf",
-    "neginf",
-    "zeros",
-    "subnormal",
-    "saturated",
-    "mean",
-    "std",
-    "min",
-    "max",
-    "absmax",
-    "l2",
-    "rms",
-)
+STATISTICS = (*COLUMNS, "rms")
 _PERCENTS = (50, 90, 95, 99)
 _DIGITS = 8
 _OCTAVE = 16  # buckets of a histogram from one power of two to the next
