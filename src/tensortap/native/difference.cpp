@@ -39,14 +39,20 @@ void merge(PairState& a, const PairState& b) {
   if (b.finite == 0) return;
   const double na = double(a.finite), nb = double(b.finite), n = na + nb, share = nb / n;
   const double both = na * share;
-  const auto mean = [&](double& ours, double theirs) {
-    const double step = theirs - ours;
-    if (a.finite == 0) ours = theirs;
-    else ours += step * share;
+  const auto mean = [&](double& ours, double& our_low, double theirs, double their_low) {
+    const double step = (theirs - ours) + (their_low - our_low);
+    if (a.finite == 0) {
+      ours = theirs, our_low = their_low;
+    } else {
+      const double change = our_low + step * share, sum = ours + change, part = sum - ours;
+      our_low = (ours - (sum - part)) + (change - part);
+      ours = sum;
+    }
     return step;
   };
-  const double r = mean(a.r_mean, b.r_mean), c = mean(a.c_mean, b.c_mean);
-  const double d = mean(a.d_mean, b.d_mean);
+  const double r = mean(a.r_mean, a.r_low, b.r_mean, b.r_low);
+  const double c = mean(a.c_mean, a.c_low, b.c_mean, b.c_low);
+  const double d = mean(a.d_mean, a.d_low, b.d_mean, b.d_low);
   a.r_m2 += b.r_m2 + r * r * both;
   a.c_m2 += b.c_m2 + c * c * both;
   a.d_m2 += b.d_m2 + d * d * both;

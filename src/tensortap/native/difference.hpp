@@ -21,6 +21,8 @@ struct PairState {
   std::int64_t finite, agreeing, disagreeing, mismatched;
   bool differs;  // some bytes do
   double r_mean, c_mean, d_mean, r_m2, c_m2, d_m2, rd, rc;  // rd, rc: co-moments
+  // What rounding took from the means: far from zero it is more than their blocks differ by.
+  double r_low, c_low, d_low;
   double r_abs, d_abs, relative, rd_sum, rc_sum;            // plain sums, of products too
   double relative_top, r_top, c_top;                        // maxima; r_top, c_top of wide formats
 };

@@ -17,6 +17,13 @@ constexpr double kCancels = 1e-3;
 // ... or the candidate's below this share of what it is computed from.
 constexpr double kCandidateCancels = 1e-4;
 
+// a + b in two numbers: the sum, and what rounding took from it.
+inline void add(double a, double b, double& sum, double& low) {
+  sum = a + b;
+  const double part = sum - a;
+  low = (a - (sum - part)) + (b - part);
+}
+
 // Chan, Golub, LeVeque. Equal means stay exactly what they are.
 inline void merge(PairState& a, const PairState& b) {
   a.agreeing += b.agreeing;
@@ -28,11 +35,16 @@ inline void merge(PairState& a, const PairState& b) {
   if (b.finite == 0) return;
   const double na = double(a.finite), nb = double(b.finite), n = na + nb;
   const double share = nb / n, both = na * share;
-  const double r = b.r_mean - a.r_mean, c = b.c_mean - a.c_mean, d = b.d_mean - a.d_mean;
+  const double r = (b.r_mean - a.r_mean) + (b.r_low - a.r_low);
+  const double c = (b.c_mean - a.c_mean) + (b.c_low - a.c_low);
+  const double d = (b.d_mean - a.d_mean) + (b.d_low - a.d_low);
   if (a.finite == 0) {
     a.r_mean = b.r_mean, a.c_mean = b.c_mean, a.d_mean = b.d_mean;
+    a.r_low = b.r_low, a.c_low = b.c_low, a.d_low = b.d_low;
   } else {
-    a.r_mean += r * share, a.c_mean += c * share, a.d_mean += d * share;
+    add(a.r_mean, a.r_low + r * share, a.r_mean, a.r_low);
+    add(a.c_mean, a.c_low + c * share, a.c_mean, a.c_low);
+    add(a.d_mean, a.d_low + d * share, a.d_mean, a.d_low);
   }
   a.r_m2 += b.r_m2 + r * r * both;
   a.c_m2 += b.c_m2 + c * c * both;
@@ -119,12 +131,13 @@ inline PairState exact(const Pair& pair, const Wide& wide, size_t n, double* kep
     const double m2 = squares - total * rest * rest;
     return varies && m2 > 0 ? m2 : 0.0;
   };
-  s.r_mean = r_varies ? rm + r_rest : r0 * rs;
-  s.c_mean = c_varies ? cm + c_rest : c0 * cs;
-  s.d_mean = d_varies || d0 - d0 != 0 ? dm + d_rest : d0 * ds;
+  add(r_varies ? rm : r0 * rs, r_varies ? r_rest : 0.0, s.r_mean, s.r_low);
+  add(c_varies ? cm : c0 * cs, c_varies ? c_rest : 0.0, s.c_mean, s.c_low);
+  const bool d_moves = d_varies || d0 - d0 != 0;
+  add(d_moves ? dm : d0 * ds, d_moves ? d_rest : 0.0, s.d_mean, s.d_low);
   s.r_m2 = spread(rr, r_rest, r_varies);
   s.c_m2 = spread(cc, c_rest, c_varies);
-  s.d_m2 = spread(dd, d_rest, d_varies || d0 - d0 != 0);
+  s.d_m2 = spread(dd, d_rest, d_moves);
   if (s.r_m2 > 0 && s.d_m2 > 0) s.rd = rd - total * r_rest * d_rest;
   if (s.r_m2 > 0 && s.c_m2 > 0) s.rc = rc - total * r_rest * c_rest;
   return s;
@@ -189,9 +202,10 @@ inline Fast finish(const Sums<kShift>& sums, const Shift& shift, size_t n) {
   s.finite = int64_t(n);
   for (size_t k = 0; k < W / 8; ++k) s.mismatched += sums.mismatched[k];
   s.relative_top = largest_lane(sums.relative_top);
-  s.r_mean = (kShift ? shift.r : 0.0) + r_rest;
-  s.d_mean = (kShift ? shift.d : 0.0) + d_rest;
-  s.c_mean = s.r_mean + s.d_mean;
+  add(kShift ? shift.r : 0.0, r_rest, s.r_mean, s.r_low);
+  add(kShift ? shift.d : 0.0, d_rest, s.d_mean, s.d_low);
+  add(s.r_mean, s.d_mean, s.c_mean, s.c_low);
+  s.c_low += s.r_low + s.d_low;
   s.r_m2 = rr - r * r_rest;
   s.d_m2 = dd - d * d_rest;
   s.rd = rd - r * d_rest;
