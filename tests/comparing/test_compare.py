@@ -180,6 +180,22 @@ def test_every_moment_is_judged(net: Net, recorded: Recorded) -> None:
     assert "call 17" in row.why
 
 
+def test_a_rule_on_percentiles_holds_for_each_moment(recorded: Recorded) -> None:
+    model = nn.Identity()
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 16) for _ in range(3)]
+    noisy = [batch + 1e-2 * torch.randn(8, 16) for batch in batches]
+
+    def run(inputs: list[torch.Tensor]) -> tap.Recording:
+        return recorded(model, call=lambda: [model(b) for b in inputs])
+
+    left, right = run(batches), run(noisy)
+    assert tap.compare(left, right, rules=[".*: p99 < 0.1"]).same
+    row = tap.compare(left, right, rules=[".*: p99 < 0.001"]).layers[0]
+    assert row.verdict == "diverged"
+    assert "p99 < 0.001 does not hold (got 0.0" in row.why
+
+
 def test_different_inputs_are_a_warning(net: Net, ids: Any, recorded: Recorded) -> None:
     result = tap.compare(recorded(net, ids), recorded(net, ids + 1))
     assert result.same_input is False

@@ -26,6 +26,7 @@ __all__ = ["AGAINST_ESTIMATE", "AGAINST_FLOOR", "Expectation", "Judgement", "jud
 # How far above the floor an error may be: a floor run is a sample of noise, an estimate a guess.
 AGAINST_FLOOR = 2.0
 AGAINST_ESTIMATE = 4.0
+_PERCENTILES = ("p50", "p90", "p95", "p99")
 QUIET = 0.4  # of the whole floor: what a single place of a floor run errs at least
 
 
@@ -124,6 +125,8 @@ def _by_rule(
 
 def _values(rule: Rule, measured: MomentMeasurement, ratio: float | None) -> Mapping[str, float]:
     found = measured.difference
+    if not rule.metrics.isdisjoint(_PERCENTILES):
+        found = measured.with_percentiles()
     values = {"floor_ratio": math.nan if ratio is None else ratio}
     for name in rule.metrics - set(values):
         own = name in METRICS

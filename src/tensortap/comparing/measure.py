@@ -40,6 +40,12 @@ class MomentMeasurement:
         """The error in the tensor's own units; NaN without tensors."""
         return self.difference.rmse if self.difference is not None else math.nan
 
+    def with_percentiles(self) -> Difference | None:
+        """The difference with its percentiles, which one of several moments is measured without."""
+        if self.difference is None or self.difference.percentiles is not None:
+            return self.difference
+        return difference(*self._pair.tensors(self._site.transform))
+
     def summaries(self) -> tuple[Summary, Summary]:
         """The summaries of what was compared of both sides."""
         return _summaries(self._site, self._pair)
