@@ -307,6 +307,13 @@ def test_plot_mistakes(
     assert not out.exists()
 
 
+def test_two_recordings_without_a_layer_are_told_what_is_missing(run: Run, modes: Path) -> None:
+    result = run("plot", modes / "fp32", modes / "bug", "-o", "x.png")
+    assert result.code == 2
+    assert "is a recording, and no layer was named" in result.err
+    assert "--layer LAYER" in result.err
+
+
 def test_plot_says_what_it_cannot_subtract(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     a = write(tmp_path / "a", {"x": ODD, "y": torch.ones(2), "z": torch.randn(3)})

@@ -57,6 +57,8 @@ def plot(
     json: JsonOption = False,
 ) -> None:
     """Draw a layer of one recording, or its differences between several."""
+    from ..recording.schema import MANIFEST
+
     if layer is None:
         if len(places) != 2:
             raise OptionError(
@@ -64,6 +66,11 @@ def plot(
                 "'plot REFERENCE CANDIDATE --layer LAYER -o FILE'."
             )
         layer = places.pop()
+        if (Path(layer) / MANIFEST).exists():
+            raise OptionError(
+                f"{layer} is a recording, and no layer was named. To draw how it differs: "
+                f"tensortap plot {places[0]} {layer} --layer LAYER -o {output}"
+            )
     wishes = {"port": port, "leaf": leaf, "batch": batch, "call": call}
     if len(places) == 1:
         _one(places[0], layer, output, wishes, partial, json)
