@@ -24,7 +24,11 @@ LAYERS = [
 ]
 
 # Results know how to show themselves, inside functions: the only arrows that point back.
-RENDER_THEMSELVES = {"comparing/results.py", "comparing/modes.py"}
+RENDER_THEMSELVES = {
+    "comparing/results.py",
+    "comparing/modes.py",
+    "comparing/blame/results.py",
+}
 
 
 def run(code: str) -> str:

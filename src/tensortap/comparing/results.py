@@ -29,8 +29,10 @@ __all__ = [
     "Origin",
     "Part",
     "Verdict",
+    "number",
     "severity",
     "worst",
+    "write_text",
 ]
 
 Verdict = Literal["identical", "within", "diverged", "missing", "incomparable"]
@@ -316,7 +318,7 @@ class Comparison:
         """Strict JSON, as docs/comparison.schema.json describes it; also written to `path`."""
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         if path is not None:
-            _write(path, text + "\n")
+            write_text(path, text + "\n")
         return text
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -325,7 +327,7 @@ class Comparison:
 
         text = render_page(self)
         if path is not None:
-            _write(path, text)
+            write_text(path, text)
         return text
 
     def __rich__(self) -> Any:
@@ -384,7 +386,8 @@ def _summary(summary: Summary | None) -> dict[str, Any] | None:
     return None if summary is None else summary.to_dict()
 
 
-def _write(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a result where the user said, making folders on the way."""
     target = Path(path)
     if target.is_dir():
         raise OptionError(f"{os.fspath(path) or 'That'} is a folder. Name a file, as report.html.")
