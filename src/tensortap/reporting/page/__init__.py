@@ -7,25 +7,20 @@ drawn by the script from a block of JSON, as text and never as markup.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Iterable
-from functools import cache
-from html import escape
-from importlib import resources
 from typing import TYPE_CHECKING
 
 from ...comparing.results import EnvironmentDifference
 from .. import text
-from .data import as_json, payload, words
+from .data import payload
+from .shell import as_json, assembled, notes_html, said, terms_html, warnings_html, words
 
 if TYPE_CHECKING:
     from ...comparing.results import Comparison
 
 __all__ = ["notebook", "render_page"]
 
-_SCRIPTS = ("base", "table", "detail", "chart", "start")
+_SCRIPTS = ("base", "table", "detail", "axis", "chart", "start")
 _MOST = 200
 _OUTCOMES = {"good": "agrees", "bad": "does not agree", "void": "nothing compared"}
 _COLUMNS = ("layer", "verdict", "made", "error", "× floor", "MSE", "MAE", "max abs", "1 - cosine")
@@ -33,28 +28,22 @@ _COLUMNS = ("layer", "verdict", "made", "error", "× floor", "MSE", "MAE", "max 
 
 def render_page(comparison: Comparison) -> str:
     """The comparison as a page in one file."""
-    style, script = _read("page.css"), _script()
     state = _state(comparison)
     data = {**payload(comparison), "floor_words": _floor_words(comparison)}
     parts = {
-        "policy": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
-        "base-uri 'none'; form-action 'none'",
-        "title": _said(_title(comparison)),
-        "style": style,
+        "title": said(_title(comparison)),
         "state": state,
         "outcome": _OUTCOMES[state],
-        "sentence": _said(comparison.sentence),
-        "reference": _said(comparison.reference),
-        "candidate": _said(comparison.candidate),
-        "warnings": _warnings_html(comparison),
-        "notes": _notes_html(comparison),
+        "sentence": said(comparison.sentence),
+        "reference": said(comparison.reference),
+        "candidate": said(comparison.candidate),
+        "warnings": warnings_html(_warnings(comparison)),
+        "notes": notes_html(comparison.notes),
         "environment": _environment_html(comparison),
         "foot": _foot_html(comparison),
         "data": as_json(data),
-        "script": script,
     }
-    # One pass, so that text which looks like a marker stays what it is.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _read("template.html"))
+    return assembled("template.html", parts, styles=("page.css",), scripts=_SCRIPTS)
 
 
 def notebook(comparison: Comparison) -> str:
@@ -67,35 +56,12 @@ def notebook(comparison: Comparison) -> str:
         metrics = (d.mse, d.mae, d.max_abs, d.cosine_distance) if d is not None else (None,) * 4
         numbers = [text.number(value, 4) for value in (row.error, row.floor_ratio, *metrics)]
         rows.append([text.layer_name(row.layer), row.verdict, row.origin or "", *numbers])
-    said = [f"<p><b>{_said(comparison.sentence)}</b></p>"]
-    said += [f"<p>Warning: {_said(warning)}</p>" for warning in _warnings(comparison)]
-    said += [table(_COLUMNS, rows)] if rows else []
+    html = [f"<p><b>{said(comparison.sentence)}</b></p>"]
+    html += [f"<p>Warning: {said(warning)}</p>" for warning in _warnings(comparison)]
+    html += [table(_COLUMNS, rows)] if rows else []
     rest = len(comparison.layers) - _MOST
-    said += [f"<p>and {text.plural(rest, 'more layer')}</p>"] if rest > 0 else []
-    return "".join(said)
-
-
-@cache
-def _read(name: str) -> str:
-    file = resources.files(__package__).joinpath(*name.split("/"))
-    return file.read_text(encoding="utf-8").replace("\r\n", "\n")
-
-
-@cache
-def _script() -> str:
-    """One function around all parts, so that the page's window stays clean."""
-    parts = "".join(_read(f"script/{name}.js") for name in _SCRIPTS)
-    return f'(() => {{\n"use strict";\n{parts}}})();\n'
-
-
-@cache
-def _digest(content: str) -> str:
-    """What the page's policy knows its style and its script by."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
-def _said(sentence: str) -> str:
-    return escape(words(sentence))
+    html += [f"<p>and {text.plural(rest, 'more layer')}</p>"] if rest > 0 else []
+    return "".join(html)
 
 
 def _title(comparison: Comparison) -> str:
@@ -121,40 +87,27 @@ def _warnings(comparison: Comparison) -> list[str]:
     return [*first, *(warning for warning in found if warning not in about)]
 
 
-def _warnings_html(comparison: Comparison) -> str:
-    items = "".join(
-        f'<li class="warning"><b>Warning:</b> {_said(warning)}</li>'
-        for warning in _warnings(comparison)
-    )
-    return f'<ul class="warnings" aria-label="Warnings">{items}</ul>' if items else ""
-
-
-def _notes_html(comparison: Comparison) -> str:
-    items = "".join(f"<li>{_said(note)}</li>" for note in comparison.notes)
-    return f'<ul class="notes" aria-label="Notes">{items}</ul>' if items else ""
-
-
 def _environment_html(comparison: Comparison) -> str:
     """Side by side: what differs in sight, what is the same folded away."""
     differs = [item for item in comparison.environment if item.reference != item.candidate]
     same = [item for item in comparison.environment if item.reference == item.candidate]
     same += [EnvironmentDifference(name, value, value) for name, value in comparison.in_common]
     if differs:
-        said = _sides_html(differs, "What differs between the two runs")
+        html = _sides_html(differs, "What differs between the two runs")
     else:
-        said = '<p class="soft">Nothing that the recordings say of the two runs differs.</p>'
+        html = '<p class="soft">Nothing that the recordings say of the two runs differs.</p>'
     if same:
         summary = f"<summary>{text.plural(len(same), 'thing')} the same on both sides</summary>"
         inside = _sides_html(same, "What both runs have in common")
-        said += f'<details class="plain">{summary}{inside}</details>'
-    return said
+        html += f'<details class="plain">{summary}{inside}</details>'
+    return html
 
 
 def _sides_html(items: Iterable[EnvironmentDifference], caption: str) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in ("", "reference", "candidate"))
     body = "".join(
-        f'<tr><th scope="row">{_said(item.name)}</th>'
-        f"<td>{_said(item.reference)}</td><td>{_said(item.candidate)}</td></tr>"
+        f'<tr><th scope="row">{said(item.name)}</th>'
+        f"<td>{said(item.reference)}</td><td>{said(item.candidate)}</td></tr>"
         for item in items
     )
     return (
@@ -180,7 +133,4 @@ def _foot_html(comparison: Comparison) -> str:
         "truth": comparison.truth or "",
         "made by": f"tensortap {tensortap.__version__}",
     }
-    items = "".join(
-        f"<dt>{name}</dt><dd>{_said(value)}</dd>" for name, value in entries.items() if value
-    )
-    return f"<dl>{items}</dl>"
+    return terms_html(entries)

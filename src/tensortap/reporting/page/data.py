@@ -6,9 +6,7 @@ and what is empty is left out, so that thousands of layers stay a few megabytes.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +14,7 @@ import numpy as np
 from ...numerics.summary import COLUMNS
 from .. import text
 from ..bars import bars_of_summary, span
+from .shell import short, words
 
 if TYPE_CHECKING:
     from ...comparing.results import Comparison, LayerComparison, Part
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from ...numerics.histogram import Histogram
     from ...numerics.summary import Summary
 
-__all__ = ["as_json", "payload", "words"]
+__all__ = ["payload"]
 
 METRICS = (
     "count",
@@ -49,7 +48,6 @@ METRICS = (
 )
 STATISTICS = (*COLUMNS, "rms")
 _PERCENTS = (50, 90, 95, 99)
-_DIGITS = 8
 _OCTAVE = 16  # buckets of a histogram from one power of two to the next
 _BIAS = 127  # of a float32's exponent
 
@@ -64,17 +62,6 @@ def payload(comparison: Comparison) -> dict[str, Any]:
         "statistics": STATISTICS,
         "layers": [_layer(row) for row in comparison.layers],
     }
-
-
-def as_json(data: Mapping[str, Any]) -> str:
-    """Strict JSON that can stand inside a script element, whatever the names in it."""
-    plain = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return plain.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def words(sentence: str) -> str:
-    """A sentence from a file with its line breaks, without letters that are not printable."""
-    return "\n".join(text.clean(line) for line in sentence.splitlines())
 
 
 def _layer(row: LayerComparison) -> dict[str, Any]:
@@ -108,9 +95,9 @@ def _part(part: Part) -> dict[str, Any]:
         dtype=part.dtype,
         candidate_dtype=part.candidate_dtype if part.candidate_dtype != part.dtype else "",
         transform=text.clean(part.transform),
-        error=_short(part.error),
-        floor=_short(part.floor),
-        ratio=_short(part.floor_ratio),
+        error=short(part.error),
+        floor=short(part.floor),
+        ratio=short(part.floor_ratio),
         hints=[words(hint) for hint in part.hints],
         moments=part.moments,
         worst=part.worst_moment,
@@ -129,16 +116,16 @@ def _difference(difference: Difference | None) -> dict[str, Any]:
     found = difference.percentiles
     pair = difference.max_abs_pair
     return {
-        "metrics": [_short(getattr(difference, name)) for name in METRICS],
+        "metrics": [short(getattr(difference, name)) for name in METRICS],
         "at": difference.max_abs_index,
-        "pair": None if pair is None else [_short(side) for side in pair],
-        "percentiles": None if found is None else [_short(found.get(p)) for p in _PERCENTS],
+        "pair": None if pair is None else [short(side) for side in pair],
+        "percentiles": None if found is None else [short(found.get(p)) for p in _PERCENTS],
         "exact": difference.percentiles_exact,
         "grade": difference.grade,
         "correlation_grade": difference.correlation_grade,
         "device_good": difference.device_good,
         "identical": difference.identical,
-        "tolerance": [_short(difference.rtol), _short(difference.atol)],
+        "tolerance": [short(difference.rtol), short(difference.atol)],
         "histogram": _octaves(difference.histogram, difference.finite),
     }
 
@@ -161,11 +148,11 @@ def _octaves(histogram: Histogram | None, finite: int) -> dict[str, Any] | None:
 def _statistics(summary: Summary | None) -> list[Any] | None:
     if summary is None:
         return None
-    return [_short(getattr(summary, name)) for name in STATISTICS]
+    return [short(getattr(summary, name)) for name in STATISTICS]
 
 
 def _first(summary: Summary | None) -> list[Any]:
-    return [] if summary is None else [_short(value) for value in summary.first]
+    return [] if summary is None else [short(value) for value in summary.first]
 
 
 def _bars(left: Summary | None, right: Summary | None) -> dict[str, Any] | None:
@@ -183,22 +170,12 @@ def _bars(left: Summary | None, right: Summary | None) -> dict[str, Any] | None:
     reference, candidate = drawn
     assert reference is not None and candidate is not None
     return {
-        "low": _short(reference.low),
-        "high": _short(reference.high),
+        "low": short(reference.low),
+        "high": short(reference.high),
         "reference": reference.counts,
         "candidate": candidate.counts,
         "beyond": sum(one.below + one.above for one in (reference, candidate)),
     }
-
-
-def _short(value: float | None) -> float | str | None:
-    """A number with few letters; None where it is undefined, a word where it is infinite."""
-    if value is None or isinstance(value, int):
-        return value
-    if not math.isfinite(value):
-        return None if math.isnan(value) else "inf" if value > 0 else "-inf"
-    short = float(f"{value:.{_DIGITS}g}")
-    return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def _filled(**entries: Any) -> dict[str, Any]:

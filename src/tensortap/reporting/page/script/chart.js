@@ -1,25 +1,6 @@
 // Error against depth: a log axis, a band below it for what has no place on one.
 const chart = { places: [], marks: [], focus: 0 };
-const placed = (number) => number > 0 && Number.isFinite(number);
 const SMALL = { left: 58, right: 18, top: 26, bottom: 30, band: 20 };
-
-// The ticks of a log axis around these numbers: decades, or 1, 2, 5 where there are few of them.
-function ticksOf(numbers) {
-  const logs = numbers.filter(placed).map(Math.log10);
-  if (!logs.length) return null;
-  const low = logs.reduce((a, b) => Math.min(a, b)) - 0.05, high = logs.reduce((a, b) => Math.max(a, b)) + 0.05;
-  const steps = high - low < 1.6 ? [0, Math.log10(2), Math.log10(5)] : [0];
-  const each = Math.max(1, Math.ceil((high - low) / 7)), all = [];
-  for (let power = Math.floor(low / each) * each; power <= high + each; power += each) all.push(...steps.map((step) => power + step));
-  const from = all.findLastIndex((tick) => tick <= low), to = all.findIndex((tick) => tick >= high);
-  return all.slice(from, to + 1);
-}
-
-function tickText(tick) {
-  if (tick >= -3.01 && tick <= 3) return text(10 ** tick, 2);
-  const power = Math.floor(tick + 1e-9);
-  return `${Math.round(10 ** (tick - power))}e${power < 0 ? "−" : "+"}${String(Math.abs(power)).padStart(2, "0")}`;
-}
 
 function label(row) {
   const size = error(row), ratio = value(main(row)?.ratio);
