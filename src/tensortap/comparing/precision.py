@@ -8,12 +8,20 @@ independent roundings do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..numerics.difference import Difference
 from ..recording.reader import Recording
 
-__all__ = ["depth_of", "estimated_floor", "offset_of", "precision_of", "roundoff"]
+__all__ = [
+    "depth_of",
+    "estimated_floor",
+    "offset_of",
+    "precision_of",
+    "roundoff",
+    "unit_of",
+]
 
 _FLOATS = {
     "float64": 2.0**-53,
@@ -46,17 +54,20 @@ def precision_of(recording: Recording) -> str | None:
     """The coarsest precision that a run computes in, as far as its manifest says."""
     manifest = recording.manifest
     dtypes = manifest.target.get("dtypes")
-    counts = dtypes if isinstance(dtypes, dict) else {}
+    gpu = not manifest.device.startswith("cpu")
+    fast = manifest.environment.get("float32_matmul_precision") in ("high", "medium")
+    return coarsest(dtypes if isinstance(dtypes, dict) else {}, tf32=gpu and fast)
+
+
+def coarsest(counts: Mapping[str, Any], *, tf32: bool = False) -> str | None:
+    """The coarsest of the dtypes that hold a good share of a model's parameters."""
     total = sum(count for count in counts.values() if isinstance(count, int)) or 1
     used = [
         name
         for name, count in counts.items()
         if isinstance(count, int) and count >= _SHARE * total and _unit(name) > 0
     ]
-    gpu = not manifest.device.startswith("cpu")
-    if gpu and manifest.environment.get("float32_matmul_precision") in ("high", "medium"):
-        used.append("tf32")
-    return max(used, key=_unit, default=None)
+    return max([*used, *(["tf32"] if tf32 else [])], key=_unit, default=None)
 
 
 def depth_of(position: int, blocks: Sequence[int], unheard: int = 0) -> int:
@@ -88,10 +99,11 @@ def estimated_floor(
     if all(roundoff(dtype) == 0.0 for dtype in dtypes):
         return 0.0
     named = [name for name in precisions if name is not None]
-    unit = max(_unit(name) for name in (*dtypes, *named)) / 2
+    unit = max(unit_of(name) for name in (*dtypes, *named)) / 2
     single = 0.0 if unit < 2.0**-40 else _ACCUMULATION * 2.0**-24
     return (unit + single) * (1 + math.sqrt(depth) / 2) * max(1.0, offset)
 
 
-def _unit(name: str) -> float:
+def unit_of(name: str) -> float:
+    """How coarse a precision is, quantised ones included; 0 for what does not round."""
     return _FLOATS.get(name, _QUANTISED.get(name, 0.0))

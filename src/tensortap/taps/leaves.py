@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["flatten", "flatten_call"]
+__all__ = [
+    "children",
+    "flatten",
+    "flatten_call",
+    "holds_tensor",
+    "shortened",
+    "signature_order",
+]
 
 _DEEPEST = 64
 _LONGEST = 200
@@ -31,15 +38,15 @@ def flatten(value: Any, leaf: str = "") -> list[tuple[str, torch.Tensor | None]]
 
 def _walk(value: Any, leaf: str, depth: int) -> Iterator[tuple[str, torch.Tensor | None]]:
     if value is None or isinstance(value, torch.Tensor):
-        yield _shortened(leaf), value
+        yield shortened(leaf), value
         return
     if depth >= _DEEPEST:
         return
-    for name, item in _children(value):
+    for name, item in children(value):
         yield from _walk(item, leaf + name, depth + 1)
 
 
-def _shortened(leaf: str) -> str:
+def shortened(leaf: str) -> str:
     """A leaf of bearable length that still tells two long ones apart."""
     if len(leaf) <= _LONGEST:
         return leaf
@@ -47,7 +54,8 @@ def _shortened(leaf: str) -> str:
     return f"{leaf[:_LONGEST]}…{tail}"
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
+def children(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each item with the piece of a leaf that leads to it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         # ModelOutput is a dict too, but leaves out what is None; the fields know everything.
         for field in dataclasses.fields(value):
@@ -71,7 +79,7 @@ def flatten_call(
     Keyword arguments come in the order of the module's own signature, so that the first leaf is the
     first thing the module asks for, whatever the order in which it was passed.
     """
-    if len(args) == 1 and not any(_holds_tensor(item) for item in kwargs.values()):
+    if len(args) == 1 and not any(holds_tensor(item) for item in kwargs.values()):
         return flatten(args[0])
     found = [pair for i, item in enumerate(args) for pair in flatten(item, f"[{i}]")]
     if kwargs:
@@ -82,8 +90,14 @@ def flatten_call(
     return [pair for pair in found if pair[1] is not None]
 
 
-def _holds_tensor(value: Any) -> bool:
+def holds_tensor(value: Any) -> bool:
+    """Whether there is a tensor anywhere inside."""
     return any(tensor is not None for _, tensor in flatten(value))
+
+
+def signature_order(module: torch.nn.Module) -> dict[str, int]:
+    """The parameters of a module's forward, by name, in order; `self` is the first."""
+    return _parameter_order(type(module).forward)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from ..selection.sites import Site, unwrap
+from .isolation import kept_attributes, random_devices
 from .leaves import flatten, flatten_call
 
 __all__ = ["Plan", "PlannedRow", "calls_without_running", "shapes_without_running"]
@@ -174,47 +175,19 @@ def _swap_weights(model: nn.Module, fake: FakeTensorMode) -> None:
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Put back every module's attributes, hooks and weights, and the random state."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = list(range(torch.cuda.device_count())) if used else []
-    before = [(module, *_snapshot(module)) for module in model.modules()]
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what we put in a note
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     with (
-        torch.random.fork_rng(devices=devices),
+        torch.random.fork_rng(devices=random_devices()),
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
+        kept_attributes(model),
     ):
         try:
             yield
         finally:
             logger.setLevel(level)
-            for module, attributes, contents in before:
-                _restore(module, attributes, contents)
-
-
-_Contents = list[tuple[Any, Any]]
-
-
-def _snapshot(module: nn.Module) -> tuple[dict[str, Any], _Contents]:
-    attributes = dict(vars(module))
-    contents = [
-        (value, value.copy())
-        for value in attributes.values()
-        if isinstance(value, dict | list | set)
-    ]
-    return attributes, contents
-
-
-def _restore(module: nn.Module, attributes: dict[str, Any], contents: _Contents) -> None:
-    vars(module).clear()
-    vars(module).update(attributes)
-    for value, copy in contents:
-        if isinstance(value, list):
-            value[:] = copy
-        else:
-            value.clear()
-            value.update(copy)
 
 
 def _reason(error: Exception) -> str:
