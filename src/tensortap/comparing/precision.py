@@ -65,9 +65,9 @@ def coarsest(counts: Mapping[str, Any], *, tf32: bool = False) -> str | None:
     used = [
         name
         for name, count in counts.items()
-        if isinstance(count, int) and count >= _SHARE * total and _unit(name) > 0
+        if isinstance(count, int) and count >= _SHARE * total and unit_of(name) > 0
     ]
-    return max([*used, *(["tf32"] if tf32 else [])], key=_unit, default=None)
+    return max([*used, *(["tf32"] if tf32 else [])], key=unit_of, default=None)
 
 
 def depth_of(position: int, blocks: Sequence[int], unheard: int = 0) -> int:
