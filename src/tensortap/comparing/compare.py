@@ -37,7 +37,7 @@ from .precision import depth_of, estimated_floor, offset_of, precision_of
 from .results import Comparison, LayerComparison, Part
 from .rules import Rule, parse_rules, preset_of, rule_for
 from .sites import SitePair, SitePairer
-from .truth import Truth
+from .truth import UNKNOWN, Nearness, Truth
 
 __all__ = ["Run", "compare"]
 
@@ -85,7 +85,7 @@ def compare(
         judges,
         None if chosen is None else chosen.rule(),
         third,
-        None if beyond is None else Truth(left, beyond, names),
+        None if beyond is None else Truth(left, right, beyond, pairs, names),
         tuple(metrics),
     )
     rows = []
@@ -114,6 +114,7 @@ def compare(
             *warnings_of(left, right, same, names, paired),
             *third_warnings(left, beside, "floor"),
             *third_warnings(left, beyond, "truth"),
+            *([] if work.truth is None else work.truth.warnings),
         ),
         notes=(
             *about_inputs,
@@ -237,8 +238,9 @@ class _Work:
             judged = self._judged(layer, measured, depth, given)
             if key is not None:
                 self._seen[key] = (measured, judged)
-        nearer = self._nearer(layer, site, measured)
-        return compared_part(measured, judged, nearer, self.metrics)
+        true = self._nearer(layer, site)
+        part = compared_part(measured, judged, true.nearer, self.metrics)
+        return replace(part, reference_error=true.reference, candidate_error=true.candidate)
 
     def _judged(
         self, layer: Layer, measured: SiteMeasurement, depth: int, given: _Given
@@ -273,11 +275,8 @@ class _Work:
         named = [name for name in (*dtypes, *self.precisions) if name is not None]
         return f"{' and '.join(dict.fromkeys(named))} and the depth"
 
-    def _nearer(self, layer: Layer, site: SitePair, measured: SiteMeasurement) -> str | None:
-        found = measured.difference
-        if self.truth is None or found is None or found.identical:
-            return None
-        return self.truth.nearer(layer.name, site)
+    def _nearer(self, layer: Layer, site: SitePair) -> Nearness:
+        return UNKNOWN if self.truth is None else self.truth.nearer(layer.name, site)
 
 
 def _texts(value: str | Sequence[str]) -> list[str]:

@@ -78,6 +78,8 @@ class Part:
     `error` is the relative L2 error |candidate - reference| / |reference|, `floor` the error that
     was to be expected here, in the same measure. `why` says in words what the verdict rests on.
     Where a side holds summaries alone, `difference` is None and the two summaries are all there is.
+    `reference_error` and `candidate_error` are the distances of both sides from a truth, `nearer`
+    the side that is nearer to it: None where neither is, or the distances are unknown (NaN).
     """
 
     port: str
@@ -102,6 +104,8 @@ class Part:
     max_abs_moment: Moment | None = None
     order: int = 0
     nearer: str | None = None
+    reference_error: float = math.nan
+    candidate_error: float = math.nan
     added: tuple[tuple[str, float], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -125,6 +129,8 @@ class Part:
             "diverged_moments": len(self.diverged_at),
             "max_abs_moment": None if self.max_abs_moment is None else list(self.max_abs_moment),
             "nearer": self.nearer,
+            "reference_error": number(self.reference_error),
+            "candidate_error": number(self.candidate_error),
             "added": {name: number(value) for name, value in self.added},
             "difference": None if self.difference is None else self.difference.to_dict(),
             "reference_summary": _summary(self.reference_summary),
@@ -194,6 +200,21 @@ class LayerComparison:
         return self.main.transform if self.main is not None else ""
 
     @property
+    def nearer(self) -> str | None:
+        """The side that is nearer to the truth, where one was given and one is."""
+        return self.main.nearer if self.main is not None else None
+
+    @property
+    def reference_error(self) -> float:
+        """How far the reference is from the truth; NaN where that is unknown."""
+        return self.main.reference_error if self.main is not None else math.nan
+
+    @property
+    def candidate_error(self) -> float:
+        """How far the candidate is from the truth; NaN where that is unknown."""
+        return self.main.candidate_error if self.main is not None else math.nan
+
+    @property
     def hints(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(hint for part in self.parts for hint in part.hints))
 
@@ -228,7 +249,9 @@ class LayerComparison:
             "floor_ratio": number(self.floor_ratio),
             "grade": self.grade,
             "transform": self.transform,
-            "nearer": main.nearer if main is not None else None,
+            "nearer": self.nearer,
+            "reference_error": number(self.reference_error),
+            "candidate_error": number(self.candidate_error),
             "why": self.why,
             "hints": list(self.hints),
             "note": self.note,

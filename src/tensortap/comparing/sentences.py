@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .results import Comparison, LayerComparison
 
 __all__ = ["answer", "name_of"]
@@ -11,6 +13,8 @@ _ORIGINS = {
     "inherited": "inherited, for its inputs are off already",
     "unknown": "unknown whether made here, for its inputs were not recorded",
 }
+
+_SIDES = ("reference", "candidate")
 
 
 def name_of(layer: str) -> str:
@@ -42,7 +46,7 @@ def answer(comparison: Comparison) -> str:
             f"No divergence: {_plural(len(compared), 'compared layer')}, "
             f"{identical} identical, {len(compared) - identical} within."
         )
-    return text + _left_out(rows)
+    return text + _left_out(rows) + _against_truth(comparison)
 
 
 def _origin(row: LayerComparison) -> str:
@@ -83,6 +87,49 @@ def _left_out(rows: tuple[LayerComparison, ...]) -> str:
             "so which elements differ is unknown"
         )
     return f" {'; '.join(parts)}." if parts else ""
+
+
+def _against_truth(comparison: Comparison) -> str:
+    """Which side the truth speaks for: the reference may be the worse one."""
+    if comparison.truth is None:
+        return ""
+    known = [row for row in comparison.compared if not math.isnan(row.reference_error)]
+    unknown = len(comparison.compared) - len(known)
+    where = f" Against the truth {comparison.truth}"
+    if not known:
+        return f"{where} nothing can be said: no layer has its tensors on all three sides."
+    sides = {side: [row for row in known if row.nearer == side] for side in _SIDES}
+    ours, theirs = sides["reference"], sides["candidate"]
+    of = f"of {_plural(len(known), 'layer')}"
+    if len(theirs) > 2 * len(ours):
+        text = (
+            f"{where} the candidate is nearer at {len(theirs)} {of}{_but('reference', ours)}: the "
+            f"reference may be the worse side (first at {_distances(theirs[0])})"
+        )
+    elif len(ours) > 2 * len(theirs):
+        text = (
+            f"{where} the reference is nearer at {len(ours)} {of}{_but('candidate', theirs)} "
+            f"(first at {_distances(ours[0])})"
+        )
+    elif ours or theirs:
+        text = (
+            f"{where} the reference is nearer at {len(ours)}, the candidate at {len(theirs)} {of}: "
+            "neither is clearly the better side"
+        )
+    else:
+        text = f"{where} both sides are equally near at {_plural(len(known), 'layer')}"
+    if unknown:
+        text += f"; unknown at {_plural(unknown, 'layer')}, whose tensors are not on all three"
+    return f"{text}."
+
+
+def _but(side: str, rows: list[LayerComparison]) -> str:
+    return f", the {side} at {len(rows)}" if rows else ""
+
+
+def _distances(row: LayerComparison) -> str:
+    ours, theirs = row.reference_error, row.candidate_error
+    return f"{name_of(row.layer)}, reference {ours:.3g} off, candidate {theirs:.3g}"
 
 
 def _plural(count: int, noun: str) -> str:

@@ -1,62 +1,239 @@
-"""A run in higher precision says which of two sides is nearer to it: it may be the candidate."""
+"""The ruler: a run in higher precision says which of two sides is nearer to it.
+
+It may be the candidate: the reference is what somebody trusts, not what is right.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ..numerics.difference import difference_of
+import torch
+
+from ..numerics.difference import Difference, difference_of
 from ..recording.reader import Record, Recording
-from .align import align
+from .align import LayerPair, align
+from .moments import MomentPair
+from .precision import precision_of, roundoff, unit_of
 from .sites import SitePair, SitePairer
+from .transforms import Transform
 
-__all__ = ["Truth"]
+__all__ = ["UNKNOWN", "Nearness", "Truth"]
+
+_EVEN = 1.05  # two errors within this factor of each other are the same
+_OWN = 4.0  # roundings of the truth itself: below, it cannot tell two sides apart
+_SAME = Transform("")
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # reference, candidate, truth
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How far both sides are from the truth: relative L2 errors, NaN where it cannot be known.
+
+    A side that has NaN or Inf where the truth has none is infinitely far.
+    """
+
+    nearer: str | None
+    reference: float
+    candidate: float
+
+
+UNKNOWN = Nearness(None, math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """Where the truth has a leaf of the reference: moment by moment, in a layout of its own."""
+
+    moments: Mapping[tuple[int, int, int], list[MomentPair]]
+    transform: Transform | None
 
 
 class Truth:
     """A recording that both sides are measured against."""
 
     def __init__(
-        self, reference: Recording, truth: Recording, names: Sequence[str] | None = None
+        self,
+        reference: Recording,
+        candidate: Recording,
+        truth: Recording,
+        pairs: Sequence[LayerPair],
+        names: Sequence[str] | None = None,
     ) -> None:
         self.path = truth.path
+        self._sides = {"reference": reference, "candidate": candidate}
+        self._truth = truth
+        self._sites: dict[tuple[str, str, str], _Site] = {}
+        self._known: dict[object, Nearness] = {}
         pairer = SitePairer(reference, truth)
-        self._records: dict[tuple[str, str, str, int, int, int], Record] = {}
-        for pair in align(reference, truth, names=names):
-            if pair.reference is None:
-                continue
+        for pair in _paired(reference, truth, pairs, names):
+            assert pair.reference is not None
             for site in pairer.pair(pair):
-                if site.problem or site.missing or site.transform is not None:
-                    continue
-                for m in site.moments:
-                    place = (pair.reference.name, site.port, site.leaf, m.epoch, m.batch, m.call)
-                    self._records[place] = m.candidate
+                if not site.problem and not site.missing:
+                    place = pair.reference.name, site.port, site.leaf
+                    self._sites[place] = _Site(_by_moment(site.moments), site.transform)
 
     @property
     def notes(self) -> list[str]:
         """That the truth says nothing, if it does not."""
-        if any(record.stored for record in self._records.values()):
+        pairs = (p for site in self._sites.values() for m in site.moments.values() for p in m)
+        if any(pair.candidate.stored for pair in pairs):
             return []
         return [
             f"The truth {self.path} has no tensor in common with the reference: it says nothing."
         ]
 
-    def nearer(self, layer: str, site: SitePair) -> str | None:
-        """`reference` or `candidate`; None where neither is, or the truth lacks the site."""
-        if site.transform is not None:
-            return None
-        ours, theirs = [], []
-        for m in site.moments:
-            true = self._records.get((layer, site.port, site.leaf, m.epoch, m.batch, m.call))
-            stored = m.reference.stored and m.candidate.stored
-            if true is None or not true.stored or not stored or true.shape != m.reference.shape:
+    @property
+    def warnings(self) -> list[str]:
+        """That the truth is no more precise than what it is to measure."""
+        own = _precision(self._truth)
+        found = {side: _precision(run) for side, run in self._sides.items()}
+        alike = [s for s, name in found.items() if name and own and unit_of(name) <= unit_of(own)]
+        if not alike:
+            return []
+        sides = " and ".join(f"the {side} ({found[side]})" for side in alike)
+        return [
+            f"The truth {self.path} computes in {own}, no more precisely than {sides}: what it "
+            "calls nearer may only be more like it. Record one with --dtype float64."
+        ]
+
+    def nearer(self, layer: str, site: SitePair) -> Nearness:
+        """Which side is nearer at one site, and how far both are."""
+        here = self._sites.get((layer, site.port, site.leaf))
+        if here is None or not site.moments or site.problem:
+            return UNKNOWN
+        key = _content(site, here)
+        if key not in self._known:
+            triples = list(_triples(site, here))
+            self._known[key] = _measured(triples) if triples else UNKNOWN
+        return self._known[key]
+
+
+def _paired(
+    reference: Recording,
+    truth: Recording,
+    pairs: Sequence[LayerPair],
+    names: Sequence[str] | None,
+) -> Iterator[LayerPair]:
+    """The reference's layers with the truth's; also where the truth has the candidate's names."""
+    partners = {
+        pair.reference.name: pair.candidate.name
+        for pair in pairs
+        if pair.reference is not None and pair.candidate is not None
+    }
+    for pair in align(reference, truth, names=names):
+        if pair.reference is None:
+            continue
+        other = partners.get(pair.reference.name)
+        if pair.matched_by != "name" and other is not None and other in truth.layers:
+            yield LayerPair(pair.reference, truth[other], "map")
+        elif pair.candidate is not None:
+            yield pair
+
+
+def _by_moment(pairs: Sequence[MomentPair]) -> dict[tuple[int, int, int], list[MomentPair]]:
+    found: dict[tuple[int, int, int], list[MomentPair]] = {}
+    for pair in pairs:
+        found.setdefault((pair.epoch, pair.batch, pair.call), []).append(pair)
+    return found
+
+
+def _content(site: SitePair, here: _Site) -> object:
+    """What is measured, by what it holds: one layer's output is the next one's input."""
+    ids = []
+    for m in site.moments:
+        true = here.moments.get((m.epoch, m.batch, m.call), [])
+        ids.append(
+            (
+                *(m.reference.tensor_id, m.candidate.tensor_id),
+                *(m.reference_samples, m.candidate_samples),
+                *((p.candidate.tensor_id, p.reference_samples, p.candidate_samples) for p in true),
+            )
+        )
+    if any(None in item[:2] for item in ids):
+        return (site.port, site.leaf, id(here))
+    return (*ids, _name(site.transform), _name(here.transform))
+
+
+def _name(transform: Transform | None) -> str | None:
+    return None if transform is None else transform.name
+
+
+def _triples(site: SitePair, here: _Site) -> Iterator[_Tensors]:
+    """Reference, candidate and truth in one layout, moment by moment, where all three are stored.
+
+    Three runs have three layouts; two of them must be alike for the third to be brought to them.
+    """
+    for m in site.moments:
+        for true in here.moments.get((m.epoch, m.batch, m.call), ()):
+            if not all(_stored(r) for r in (m.reference, m.candidate, true.candidate)):
                 continue
-            left, right = m.tensors()
-            ours.append((true.tensor(), left))
-            theirs.append((true.tensor(), right))
-        if not ours:
-            return None
-        left_error = difference_of(ours, percentiles=False).rmse
-        right_error = difference_of(theirs, percentiles=False).rmse
-        if left_error < right_error:
-            return "reference"
-        return "candidate" if right_error < left_error else None
+            found = _together(m, site.transform or _SAME, true, here.transform or _SAME)
+            if found is not None and len({tensor.shape for tensor in found}) == 1:
+                yield found
+
+
+def _stored(record: Record) -> bool:
+    return record.stored and roundoff(record.dtype) > 0
+
+
+def _together(
+    m: MomentPair, transform: Transform, true: MomentPair, other: Transform
+) -> _Tensors | None:
+    reference, candidate, truth = (
+        m.reference.tensor(),
+        m.candidate.tensor(),
+        true.candidate.tensor(),
+    )
+    ours, theirs = m.reference_samples, m.candidate_samples
+    whole = ours is None and theirs is None
+    plain = true.reference_samples is None and true.candidate_samples is None
+    try:
+        if other == _SAME and plain:  # the truth lies as the reference does
+            left, right = transform.views(_rows(reference, ours), _rows(candidate, theirs))
+            return left, right, transform.views(_rows(truth, ours), _rows(candidate, theirs))[0]
+        if transform == _SAME and whole:  # the candidate lies as the reference does
+            rows = true.reference_samples
+            bent = _rows(truth, true.candidate_samples)
+            left, right = other.views(_rows(reference, rows), bent)
+            return left, other.views(_rows(candidate, rows), bent)[0], right
+        if truth.shape == candidate.shape:  # the truth lies as the candidate does
+            left, right = transform.views(_rows(reference, ours), _rows(candidate, theirs))
+            return left, right, transform.views(_rows(reference, ours), _rows(truth, theirs))[1]
+    except (RuntimeError, IndexError):
+        return None
+    return None
+
+
+def _rows(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
+    return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def _measured(triples: Sequence[_Tensors]) -> Nearness:
+    ours = difference_of([(true, left) for left, _, true in triples], percentiles=False)
+    theirs = difference_of([(true, right) for _, right, true in triples], percentiles=False)
+    left, right = _distance(ours), _distance(theirs)
+    own = max(roundoff(str(true.dtype).removeprefix("torch.")) for *_, true in triples)
+    if math.isnan(left) or math.isnan(right):
+        return Nearness(None, left, right)
+    if max(left, right) <= _OWN * own or max(left, right) <= _EVEN * min(left, right):
+        return Nearness(None, left, right)
+    return Nearness("reference" if left < right else "candidate", left, right)
+
+
+def _distance(found: Difference) -> float:
+    """The error against the truth; where the truth is zero, in its own units."""
+    if found.disagreeing:
+        return math.inf
+    return found.rmse if math.isnan(found.error) else found.error
+
+
+def _precision(recording: Recording) -> str | None:
+    """What a run computes in: as its manifest says, else the coarsest float that it holds."""
+    found = precision_of(recording)
+    if found is not None:
+        return found
+    names = {r.dtype for r in recording.records if r.port == "output" and roundoff(r.dtype) > 0}
+    return max(names, key=unit_of, default=None)

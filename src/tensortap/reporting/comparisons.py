@@ -6,6 +6,7 @@ never cut, and nothing vanishes silently. What goes to a file or a pipe has them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,7 @@ def _columns(rows: Sequence[LayerComparison], first: LayerComparison | None) -> 
         _Column("error", lambda row: text.number(row.error, 4), 7),
         *(_Column(name, _added(name), 7) for name in _added_names(rows)),
         _Column("× floor", _ratio, 1),
+        _Column("nearer to truth", _nearer, 2, "left"),
         _Column("grade", lambda row: row.grade or "-", 10, "left"),
         _Column("note", lambda row: _note(row, reason=row is not first), 6, "left"),
     ]
@@ -154,6 +156,17 @@ def _cosine(row: LayerComparison) -> str:
 
 def _ratio(row: LayerComparison) -> str:
     return text.number(row.floor_ratio, 3)
+
+
+def _nearer(row: LayerComparison) -> str:
+    """The side that is nearer to the truth, and how far both are: the nearer one first."""
+    ours, theirs = row.reference_error, row.candidate_error
+    if math.isnan(ours):
+        return "-"
+    if row.nearer is None:
+        return f"even, {text.number(max(ours, theirs), 3)} off"
+    near, far = sorted((ours, theirs))
+    return f"{row.nearer}, {text.number(near, 3)} : {text.number(far, 3)}"
 
 
 def _note(row: LayerComparison, *, reason: bool) -> str:

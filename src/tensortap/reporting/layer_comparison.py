@@ -166,8 +166,10 @@ class _Screen:
                 times = text.number(part.floor_ratio, 3)
                 worst = " at the worst moment" if part.moments > 1 else ""
                 self.item("Floor", f" {text.number(part.floor)}; error / floor {times}{worst}")
-            if part.nearer is not None:
-                self.item("Nearer to truth", f" {part.nearer}")
+            if part.nearer is not None or not math.isnan(part.reference_error):
+                far = f"reference {text.number(part.reference_error)} off"
+                far += f", candidate {text.number(part.candidate_error)}"
+                self.item("Nearer to truth", f" {part.nearer or 'neither'} ({far})")
             self._what(part)
         if row.matched_by not in ("", "name") or row.candidate_layer not in (row.layer, None):
             other = text.layer_name(row.candidate_layer or "")
