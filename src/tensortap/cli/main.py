@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .blame import blame
 from .check import check
 from .common import guarded
 from .compare import compare
@@ -39,6 +40,7 @@ for _name, _verb in (
     ("show", show),
     ("check", check),
     ("compare", compare),
+    ("blame", blame),
     ("summary", summary),
     ("plot", plot),
     ("export", export),

@@ -1,0 +1,132 @@
+"""The layers of a blame as rows of a table: children under the layer that was descended into."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import text
+
+if TYPE_CHECKING:
+    from ..comparing.blame.results import Blame, BlamedLayer
+
+__all__ = ["Row", "amplification", "cost", "final_words", "most_telling", "percent", "rows_of"]
+
+_HOW = {"within": "within its block", "inferred": "inferred"}
+_LEAST = 0.0005  # of the final error: less is no row for what runs outside the layers
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a layer at a depth, or (`layer` is None) what runs before, behind or beside."""
+
+    name: str
+    layer: BlamedLayer | None
+    depth: int = 0
+    share: float = math.nan
+    culprit: bool = False
+    parent: int | None = None
+
+    def value(self, name: str) -> float:
+        """A number of the layer by its name."""
+        return math.nan if self.layer is None else float(getattr(self.layer, name))
+
+    @property
+    def note(self) -> str:
+        """What is to be said beside the numbers, where they are not plain."""
+        if self.layer is None:
+            return ""
+        parts = [_HOW.get(self.layer.how, ""), text.clean(self.layer.note).rstrip(".")]
+        if not self.layer.clear and self.layer.made_here > 0:
+            parts.insert(0, "no more than rounding")
+        return "; ".join(part for part in parts if part)
+
+
+def rows_of(blame: Blame, *, full_names: bool = False) -> list[Row]:
+    """Every layer in order of execution, children below their parent, and what is no layer's.
+
+    A child's name stands without its parent's, as `.down`, unless `full_names`.
+    """
+    rows = [*_outside("before the first layer", blame.before)]
+    children: dict[str | None, list[BlamedLayer]] = {}
+    known = {layer.layer for layer in blame.layers}
+    for layer in blame.layers:
+        parent = layer.parent if layer.parent in known - {layer.layer} else None
+        children.setdefault(parent, []).append(layer)
+    seen: set[int] = set()
+
+    def add(layers: Sequence[BlamedLayer], depth: int, parent: int | None) -> None:
+        for layer in layers:
+            if id(layer) in seen:
+                continue
+            seen.add(id(layer))
+            above = layer.parent if depth else None
+            name = text.layer_name(layer.layer if full_names else _below(layer.layer, above))
+            is_culprit = blame.culprit is not None and layer.layer == blame.culprit
+            rows.append(Row(name, layer, depth, layer.share, is_culprit, parent))
+            add(children.get(layer.layer, ()), depth + 1, len(rows) - 1)
+
+    add(children.get(None, ()), 0, None)
+    add([layer for layer in blame.layers if id(layer) not in seen], 0, None)
+    rows += _outside("behind the last layer", blame.behind)
+    rows += _outside("beside the layers", blame.beside)
+    return rows
+
+
+def _outside(words: str, share: float) -> Iterator[Row]:
+    if abs(share) >= _LEAST:
+        yield Row(f"({words})", None, share=share)
+
+
+def _below(layer: str, parent: str | None) -> str:
+    """A child's name as its parent calls it."""
+    return layer[len(parent) :] if parent and layer.startswith(f"{parent}.") else layer
+
+
+def most_telling(rows: Sequence[Row], most: int) -> list[Row]:
+    """No more than about so many: those with the largest shares, and what they stand below."""
+    if len(rows) <= most:
+        return list(rows)
+    shares = [abs(row.share) if math.isfinite(row.share) else -1.0 for row in rows]
+    ranked = sorted(range(len(rows)), key=lambda at: (not rows[at].culprit, -shares[at], at))
+    kept: set[int] = set()
+    for at in ranked:
+        if len(kept) >= most:
+            break
+        above: int | None = at
+        while above is not None:
+            kept.add(above)
+            above = rows[above].parent
+    return [row for at, row in enumerate(rows) if at in kept]
+
+
+def percent(share: float) -> str:
+    """A share in few letters."""
+    if math.isnan(share):
+        return "-"
+    if math.isinf(share) or abs(share) >= 10:
+        return "over 1000 %" if share > 0 else "under -1000 %"
+    if share and abs(share) < _LEAST:
+        return f"{'-' if share < 0 else ''}<0.1 %"
+    return f"{100 * share:.1f} %" if share else "0 %"
+
+
+def amplification(value: float) -> str:
+    return "-" if math.isnan(value) else f"{text.number(value, 3)} ×"
+
+
+def cost(blame: Blame) -> str:
+    """How often the whole model ran, and how often it may."""
+    most = f" (at most {text.count(blame.limit)})" if blame.limit else ""
+    return f"ran the model {text.plural(blame.forwards, 'time')}{most}"
+
+
+def final_words(blame: Blame) -> str:
+    """The error that is to be shared out, and where it stands."""
+    layer = text.layer_name(blame.final) if blame.final else "the model"
+    error = f"final error {text.number(blame.final_error, 3)}"
+    if not math.isnan(blame.final_floor):
+        error += f" (rounding explains {text.number(blame.final_floor, 3)})"
+    return text.clean(f"{error} at the output{blame.final_leaf} of {layer}")
