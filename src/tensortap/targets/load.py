@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import OptionError, TapError, TargetError
-from .options import arguments, given
+from .casting import cast_target
+from .options import arguments, given, parse_dtype, takes
 from .target import Target, describe
 
 __all__ = ["load_target"]
@@ -38,7 +39,8 @@ def load_target(
     """Turn `file.py:function`, `package.module:function` or `hf:DIR` into a Target.
 
     The function gets the options by name and returns a Target or `(model, inputs)`. Its file's
-    folder (for a package, the working directory) can be imported from until it returns.
+    folder (for a package, the working directory) can be imported from until it returns. A `dtype`
+    that it does not take is applied to what it returns.
     """
     values = given(options or {}, sets)
     if spec.startswith("hf:"):
@@ -59,9 +61,13 @@ def load_target(
     with _importable(folder):
         module = _import_file(place) if is_file else _import_module(place)
         function = _function(module, name, place)
+        dtype = None if takes(function, "dtype") else values.pop("dtype", None)
+        if isinstance(dtype, str):
+            dtype = parse_dtype(dtype)
         keywords = arguments(function, values, f"The target {spec!r}")
         result = _call(function, keywords, spec, module)
-    return _to_target(result, spec, values)
+    target = _to_target(result, spec, values)
+    return target if dtype is None else cast_target(target, dtype, spec)
 
 
 @contextlib.contextmanager

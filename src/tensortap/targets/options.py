@@ -15,7 +15,7 @@ import torch
 
 from ..errors import OptionError, TargetError
 
-__all__ = ["DTYPES", "arguments", "given", "parse_device", "parse_dtype"]
+__all__ = ["DTYPES", "arguments", "given", "parse_device", "parse_dtype", "takes"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -110,6 +110,19 @@ def arguments(
         )
     hints = _hints(function)
     return {key: _fit(key, value, hints.get(key), where) for key, value in values.items()}
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has a parameter of this name, or takes any."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    kinds = inspect.Parameter
+    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    found = parameters.get(name)
+    return found is not None and found.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
 
 
 def _and(names: Sequence[str]) -> str:

@@ -1,0 +1,61 @@
+"""`--dtype` for a target whose function takes none: the model and its inputs, cast once built.
+
+Only what is floating point changes: token ids, masks and quantised weights stay what they are. A
+model that casts on its way (`x.float()` in a norm) is no more precise than that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OptionError, TargetError
+from ..taps.patching import leaves_of, put
+from .target import Batch, Target
+
+__all__ = ["cast_target"]
+
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
+
+
+def cast_target(target: Target, dtype: torch.dtype, spec: str) -> Target:
+    """The target with its weights, buffers and inputs in another precision, and a note of it."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(target.model, nn.Module):
+        raise OptionError(
+            f"The function of {spec!r} takes no dtype, and its model is no torch.nn.Module that "
+            "could be cast. Give the function a parameter 'dtype'."
+        )
+    try:
+        apply: Any = target.model._apply  # untyped in torch; what `.to` does, complex kept
+        apply(lambda tensor: _cast(tensor, dtype))
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise TargetError(
+            f"The model of {spec!r} cannot be cast to {name}: {reason}. Give the function a "
+            "parameter 'dtype' and cast there what can be cast."
+        ) from error
+    note = (
+        f"The function of {spec!r} takes no dtype: its model and its floating-point inputs were "
+        f"cast to {name} behind it."
+    )
+    batches = [
+        Batch(_casted(batch.args, dtype), _casted(batch.kwargs, dtype)) for batch in target.batches
+    ]
+    return replace(target, inputs=batches, notes=(*target.notes, note))
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    if tensor.is_complex() and dtype in _COMPLEX:
+        return tensor.to(_COMPLEX[dtype])
+    return tensor
+
+
+def _casted(value: Any, dtype: torch.dtype) -> Any:
+    """A nested value with its floating-point tensors cast; containers are copied, not changed."""
+    return put(value, {leaf: _cast(tensor, dtype) for leaf, tensor in leaves_of(value).items()})
