@@ -113,7 +113,6 @@ def compare(
         warnings=(
             *warnings_of(left, right, same, names, paired),
             *third_warnings(left, beside, "floor"),
-            *third_warnings(left, beyond, "truth"),
             *([] if work.truth is None else work.truth.warnings),
         ),
         notes=(

@@ -14,6 +14,7 @@ import torch
 from ..numerics.difference import Difference, difference_of
 from ..recording.reader import Record, Recording
 from .align import LayerPair, align
+from .checks import third_warnings
 from .moments import MomentPair
 from .precision import precision_of, roundoff, unit_of
 from .sites import SitePair, SitePairer
@@ -87,17 +88,32 @@ class Truth:
 
     @property
     def warnings(self) -> list[str]:
-        """That the truth is no more precise than what it is to measure."""
+        """That the truth saw other inputs, or is no more precise than what it is to measure."""
+        others = third_warnings(self._sides["reference"], self._truth, "truth")
+        others = [] if others and self._same_inputs() else others
         own = _precision(self._truth)
         found = {side: _precision(run) for side, run in self._sides.items()}
         alike = [s for s, name in found.items() if name and own and unit_of(name) <= unit_of(own)]
         if not alike:
-            return []
+            return others
         sides = " and ".join(f"the {side} ({found[side]})" for side in alike)
         return [
+            *others,
             f"The truth {self.path} computes in {own}, no more precisely than {sides}: what it "
-            "calls nearer may only be more like it. Record one with --dtype float64."
+            "calls nearer may only be more like it. Record one with --dtype float64.",
         ]
+
+    def _same_inputs(self) -> bool:
+        """Whether other bytes are the same inputs, cast: what the first layer was given tells."""
+        given = [(layer, site) for (layer, port, _), site in self._sites.items() if port == "input"]
+        pairs = [
+            pair
+            for layer, site in given
+            if layer == given[0][0]
+            for moment in site.moments.values()
+            for pair in moment
+        ]
+        return bool(pairs) and all(_cast_alike(pair) for pair in pairs)
 
     def nearer(self, layer: str, site: SitePair) -> Nearness:
         """Which side is nearer at one site, and how far both are."""
@@ -131,6 +147,15 @@ def _paired(
             yield LayerPair(pair.reference, truth[other], "map")
         elif pair.candidate is not None:
             yield pair
+
+
+def _cast_alike(pair: MomentPair) -> bool:
+    """Whether two tensors hold the same values but for the rounding of a cast."""
+    if not (pair.reference.stored and pair.candidate.stored) or pair.shapes[0] != pair.shapes[1]:
+        return False
+    found = difference_of([pair.tensors()], percentiles=False)
+    unit = max(roundoff(dtype) for dtype in found.dtypes)
+    return found.identical or (not found.disagreeing and found.error <= 2 * unit)
 
 
 def _by_moment(pairs: Sequence[MomentPair]) -> dict[tuple[int, int, int], list[MomentPair]]:
