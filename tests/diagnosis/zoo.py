@@ -1,0 +1,229 @@
+"""The models of the bench: our demo, a Llama, a Mamba and a BERT, small and with seeded weights.
+
+The models of transformers are built from a config, so nothing is downloaded. Weights are drawn
+anew at sizes as trained models have them: with transformers' own standard deviation of 0.02 a
+block adds next to nothing to the residual stream, and no bug in it would matter.
+
+`roles` names the layers of a block by what they do, so that one bug can be planted in all models
+that have such a layer. `behind` is where a bug in the attention itself shows first: the layer
+that takes its result, or, where that result is a layer's own output, that layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tensortap.demo import DemoModel
+
+__all__ = ["ARCHITECTURES", "BLOCKS", "HEADS", "Architecture", "has_transformers", "make"]
+
+BLOCKS, WIDTH, HEADS, TOKENS, SAMPLES, VOCABULARY = 4, 64, 4, 24, 2, 101
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a model is built and called, and which of its layers does what."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    blocks: str
+    roles: Mapping[str, str]
+    padded: bool = False
+
+    def layer(self, role: str, block: int) -> str:
+        """The name of the layer with this role in a block; `block` is the block itself."""
+        inner = self.roles[role]
+        return f"{self.blocks}.{block}.{inner}" if inner else f"{self.blocks}.{block}"
+
+    def inputs(self, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        ids = torch.randint(1, VOCABULARY, (SAMPLES, TOKENS), generator=generator)
+        if not self.padded:
+            return {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        mask[1, -5:] = 0
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+def _demo() -> nn.Module:
+    return DemoModel(VOCABULARY, WIDTH, BLOCKS, HEADS)
+
+
+def _llama() -> nn.Module:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=160,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def _mamba() -> nn.Module:
+    import transformers
+
+    config = transformers.MambaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=BLOCKS,
+        state_size=8,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def _bert() -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        num_hidden_layers=BLOCKS,
+        num_attention_heads=HEADS,
+        intermediate_size=160,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    return transformers.AutoModelForMaskedLM.from_config(config, attn_implementation="sdpa")
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    item.name: item
+    for item in (
+        Architecture(
+            "demo",
+            _demo,
+            "blocks",
+            {
+                "block": "",
+                "residual": "",
+                "shows_residual": "",
+                "norm": "norm1",
+                "attention": "attention",
+                "behind": "attention.o",
+                "v": "attention.v",
+                "o": "attention.o",
+                "up": "mlp.up",
+                "activation": "mlp.activation",
+                "down": "mlp.down",
+            },
+        ),
+        Architecture(
+            "llama",
+            _llama,
+            "model.layers",
+            {
+                "block": "",
+                "residual": "",
+                "shows_residual": "",
+                "norm": "post_attention_layernorm",
+                "attention": "self_attn",
+                "behind": "self_attn.o_proj",
+                "v": "self_attn.v_proj",
+                "o": "self_attn.o_proj",
+                "up": "mlp.gate_proj",
+                "activation": "mlp.act_fn",
+                "down": "mlp.down_proj",
+            },
+            padded=True,
+        ),
+        Architecture(
+            "bert",
+            _bert,
+            "bert.encoder.layer",
+            {
+                "block": "",
+                "residual": "output",
+                "shows_residual": "output.LayerNorm",
+                "norm": "attention.output.LayerNorm",
+                "attention": "attention.self",
+                "behind": "attention.self",
+                "v": "attention.self.value",
+                "o": "attention.output.dense",
+                "up": "intermediate.dense",
+                "activation": "intermediate.intermediate_act_fn",
+                "down": "output.dense",
+            },
+            padded=True,
+        ),
+        Architecture(
+            "mamba",
+            _mamba,
+            "backbone.layers",
+            {
+                "block": "",
+                "residual": "",
+                "shows_residual": "",
+                "norm": "norm",
+                "mixer": "mixer",
+                "conv": "mixer.conv1d",
+                "dt": "mixer.dt_proj",
+                "up": "mixer.in_proj",
+                "x": "mixer.x_proj",
+                "down": "mixer.out_proj",
+            },
+        ),
+    )
+}
+
+
+def has_transformers() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("transformers") is not None
+
+
+@functools.lru_cache(maxsize=8)
+def make(name: str, seed: int = 0) -> nn.Module:
+    """The model with the weights of a seed, in float32; the global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = ARCHITECTURES[name].build().float().eval()
+        with torch.no_grad():
+            for module in model.modules():
+                _draw(module)
+    return model.requires_grad_(False)
+
+
+def _draw(module: nn.Module) -> None:
+    """Weights that keep the size of what passes through; biases and gains that can be told."""
+    weight, bias = (_parameter(module, name) for name in ("weight", "bias"))
+    if isinstance(module, nn.Linear | nn.Conv1d):
+        nn.init.normal_(module.weight, std=1 / math.sqrt(module.weight[0].numel()))
+        if bias is not None:
+            nn.init.normal_(bias, std=0.2)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight)
+    elif weight is not None and weight.dim() == 1:  # the norms, whatever their class
+        nn.init.normal_(weight, mean=1, std=0.1)
+        if bias is not None:
+            nn.init.normal_(bias, std=0.1)
+    if type(module).__name__ == "MambaMixer":
+        nn.init.normal_(_known(module, "D"), mean=1, std=0.3)
+        # Time steps from 0.01 to 1, so that the state matters within a few tokens.
+        steps = torch.logspace(-2, 0, module.dt_proj.bias.numel())
+        module.dt_proj.bias.copy_(steps + torch.log(-torch.expm1(-steps)))
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    return module._parameters.get(name)
+
+
+def _known(module: Any, name: str) -> Tensor:
+    value: Tensor = getattr(module, name)
+    return value
