@@ -1,0 +1,153 @@
+"""Does it find the bug? Planted ones in four architectures, and pairs in which nothing is wrong.
+
+    python benchmarks/diagnosis.py [--kind WORDS] [--model NAME] [--json FILE] [--page FILE]
+
+Every kind of bug is planted at three depths of a demo model, a Llama, a BERT and a Mamba (small,
+seeded weights, nothing is downloaded). Of each we ask: is the first divergence where the bug
+shows first, is the culprit that blame names the innermost layer in which the bug sits, was a
+layer named that did nothing wrong, and is the best hint of the right kind, where a hint can be
+asked for. `--page docs/diagnosis.md` writes the tables between the marks of that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "diagnosis"))
+
+from bugs import DEPTHS, Case, cases  # noqa: E402
+from clean import Pair, pairs  # noqa: E402
+from diagnosing import Outcome, workshop  # noqa: E402
+from zoo import ARCHITECTURES  # noqa: E402
+
+AIMS = "Aims: first divergence 100 %, blame 95 %, false blame 0 %, hint 80 %."
+HEAD = ("cases", "first divergence", "blame", "false blame", "hint", "hint not asked for")
+BEGIN, END = "<!-- made by benchmarks/diagnosis.py -->", "<!-- end -->"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", default="", help="only kinds that contain these words")
+    parser.add_argument("--model", default="", choices=["", *ARCHITECTURES], help="only this one")
+    parser.add_argument("--json", type=Path, help="also write every outcome here")
+    parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
+    options = parser.parse_args()
+
+    def wanted(item: Case | Pair) -> bool:
+        kind = item.kind if isinstance(item, Pair) else item.bug.kind
+        return options.kind in kind and options.model in ("", item.architecture.name)
+
+    began = time.perf_counter()
+    items = [item for item in (*cases(), *pairs()) if wanted(item)]
+    outcomes = list(_run(items))
+    text = page(outcomes)
+    print(text)
+    print(f"{len(items)} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    if options.json:
+        rows = [{**asdict(o), "case": str(o.case), "kind": o.kind} for o in outcomes]
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.page:
+        write_page(options.page, text)
+
+
+def _run(items: Sequence[Case | Pair]) -> Iterable[Outcome]:
+    with workshop() as shop:
+        for index, item in enumerate(items):
+            print(f"\r{index + 1}/{len(items)} {item!s:60.60}", end="", file=sys.stderr)
+            yield shop.diagnose(item)
+        print(file=sys.stderr)
+
+
+# The tables.
+
+
+def page(outcomes: Sequence[Outcome]) -> str:
+    """Everything that is printed, as Markdown."""
+    planted = [o for o in outcomes if isinstance(o.case, Case)]
+    clean = [o for o in outcomes if isinstance(o.case, Pair)]
+    parts = [AIMS]
+    if planted:
+        parts += [
+            _table("planted bugs", planted, lambda o: o.kind),
+            _table("by model", planted, lambda o: o.case.architecture.name),
+            _table("by depth", planted, lambda o: getattr(o.case, "depth", ""), DEPTHS),
+        ]
+    if clean:
+        parts.append(_table("clean pairs", clean, lambda o: o.kind))
+    missed = [line for o in outcomes for line in _misses(o)]
+    parts.append("\n".join(["Missed:", "", *missed]) if missed else "Missed: nothing.")
+    return "\n\n".join(parts)
+
+
+def _table(
+    title: str,
+    outcomes: Sequence[Outcome],
+    group: Callable[[Outcome], str],
+    order: Iterable[str] = (),
+) -> str:
+    names = list(dict.fromkeys([*order, *map(group, outcomes)]))
+    lines = [f"| {title} | {' | '.join(HEAD)} |", "|---|" + "---:|" * len(HEAD)]
+    for name in names:
+        chosen = [o for o in outcomes if group(o) == name]
+        if chosen:
+            lines.append(_row(name, chosen))
+    lines.append(_row("**all**", outcomes))
+    return "\n".join(lines)
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> str:
+    asked = [o for o in outcomes if o.hint_right is not None]
+    cells = (
+        str(len(outcomes)),
+        _percent(o.first_right for o in outcomes),
+        _percent(o.blame_right for o in outcomes),
+        _percent(o.false_blame for o in outcomes),
+        _percent(bool(o.hint_right) for o in asked),
+        _percent(o.false_hint for o in outcomes if o.hint_right is None),
+    )
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _percent(right: Iterable[bool]) -> str:
+    answers = list(right)
+    if not answers:
+        return "-"
+    return f"{100 * sum(answers) / len(answers):.3g} %"
+
+
+def _misses(o: Outcome) -> list[str]:
+    lines = []
+    if not o.first_right:
+        lines.append(f"first divergence {_name(o.first)} instead of {_name(o.expected_first)}")
+    if not o.blame_right:
+        lines.append(
+            f"blames {_name(o.culprit)} instead of {_name(o.expected_culprit)} "
+            f"(largest share {o.share:.2f})"
+        )
+    if o.hint_right is False:
+        lines.append(f"hint {o.hint or 'none'} ({o.explains:.1%})")
+    return [f"- {o.case}: {line}" for line in lines]
+
+
+def _name(layer: str | None) -> str:
+    return "nothing" if layer is None else f"`{layer}`" if layer else "the model"
+
+
+def write_page(path: Path, text: str) -> None:
+    """Put the tables between the marks of a page."""
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{behind}")
+
+
+if __name__ == "__main__":
+    main()
