@@ -27,10 +27,9 @@ from .parts import (
     compared_part,
     incomparable_part,
     is_identical,
+    layer_row,
     missing_part,
     missing_row,
-    origin_of,
-    overall,
     unpaired_part,
 )
 from .precision import depth_of, estimated_floor, offset_of, precision_of
@@ -39,7 +38,7 @@ from .rules import Rule, parse_rules, preset_of, rule_for
 from .sites import SitePair, SitePairer
 from .truth import UNKNOWN, Nearness, Truth
 
-__all__ = ["Run", "compare"]
+__all__ = ["Run", "Work", "compare", "floor_words", "inputs_of"]
 
 
 def compare(
@@ -78,7 +77,7 @@ def compare(
     check_third(left, right, beside, "floor")
     check_third(left, right, beyond, "truth")
     third = None if beside is None else Floor(left, beside, names)
-    work = _Work(
+    work = Work(
         left,
         right,
         SitePairer(left, right),
@@ -99,7 +98,7 @@ def compare(
         *([f"The preset {preset}"] if preset is not None else []),
     ]
     differing, in_common = environment_differences(left, right)
-    same, about_inputs = _inputs(same_input(left, right), rows)
+    same, about_inputs = inputs_of(same_input(left, right), rows)
     return Comparison(
         reference=left.path,
         candidate=right.path,
@@ -107,7 +106,7 @@ def compare(
         environment=differing,
         in_common=in_common,
         same_input=same,
-        floor=_floor_words(third, work, rows),
+        floor=floor_words(third, work, rows),
         preset=preset,
         truth=None if work.truth is None else work.truth.path,
         warnings=(
@@ -151,7 +150,7 @@ def _content(site: SitePair) -> _Content | None:
     return (*pairs, None if site.transform is None else site.transform.name, site.cut)
 
 
-class _Work:
+class Work:
     """What every row of one comparison needs."""
 
     def __init__(
@@ -191,27 +190,7 @@ class _Work:
             if site.port == "input":
                 given = given.with_input(compared[-1])
         parts = (*compared, *(unpaired_part(site) for site in sites if site.unpaired))
-        inputs = [part for part in parts if part.port == "input"]
-        others = [part for part in parts if part.port != "input"]
-        verdict = overall(others) or overall(inputs) or "incomparable"
-        origin = origin_of(verdict, parts)
-        into = overall(inputs)
-        if origin == "made here" and into == "diverged":
-            into = "within"  # they went bad later, by what this layer did
-        gaps = [part for part in parts if part.verdict == "missing"]
-        return LayerComparison(
-            layer=left.name,
-            candidate_layer=right.name,
-            matched_by=pair.matched_by,
-            verdict=verdict,
-            parts=parts,
-            input_verdict=into,
-            origin=origin,
-            order=left.order,
-            type=left.type,
-            candidate_type=right.type,
-            note="; ".join(part.why for part in gaps),
-        )
+        return layer_row(left, right, pair.matched_by, parts)
 
     def _unheard(self, layer: str) -> int:
         """How many blocks ran before a layer though none of them was recorded."""
@@ -282,7 +261,7 @@ def _texts(value: str | Sequence[str]) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _inputs(same: bool | None, rows: Sequence[LayerComparison]) -> tuple[bool | None, list[str]]:
+def inputs_of(same: bool | None, rows: Sequence[LayerComparison]) -> tuple[bool | None, list[str]]:
     """Other bytes may be the same inputs, cast or batched otherwise: the first layer can tell."""
     given = next((row.input_verdict for row in rows if row.input_verdict is not None), None)
     if same is False and given in ("identical", "within"):
@@ -293,7 +272,8 @@ def _inputs(same: bool | None, rows: Sequence[LayerComparison]) -> tuple[bool | 
     return same, []
 
 
-def _floor_words(floor: Floor | None, work: _Work, rows: Sequence[LayerComparison]) -> str:
+def floor_words(floor: Floor | None, work: Work, rows: Sequence[LayerComparison]) -> str:
+    """Where the floor is from, in words."""
     measured = floor is not None and any(
         (row.layer, part) in floor for row in rows for part in row.parts
     )

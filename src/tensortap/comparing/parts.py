@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from ..recording.reader import Layer
 from .align import LayerPair
 from .judge import Judgement
 from .measure import MomentMeasurement, SiteMeasurement
@@ -15,6 +16,7 @@ __all__ = [
     "compared_part",
     "incomparable_part",
     "is_identical",
+    "layer_row",
     "missing_part",
     "missing_row",
     "origin_of",
@@ -37,6 +39,33 @@ def missing_row(pair: LayerPair) -> LayerComparison:
         type="" if pair.reference is None else layer.type,
         candidate_type="" if pair.candidate is None else layer.type,
         note=f"missing in the {side}",
+    )
+
+
+def layer_row(
+    left: Layer, right: Layer, matched_by: str, parts: tuple[Part, ...]
+) -> LayerComparison:
+    """A layer that both sides have, from what was found of its ports and leaves."""
+    inputs = [part for part in parts if part.port == "input"]
+    others = [part for part in parts if part.port != "input"]
+    verdict = overall(others) or overall(inputs) or "incomparable"
+    origin = origin_of(verdict, parts)
+    into = overall(inputs)
+    if origin == "made here" and into == "diverged":
+        into = "within"  # they went bad later, by what this layer did
+    gaps = [part for part in parts if part.verdict == "missing"]
+    return LayerComparison(
+        layer=left.name,
+        candidate_layer=right.name,
+        matched_by=matched_by,
+        verdict=verdict,
+        parts=parts,
+        input_verdict=into,
+        origin=origin,
+        order=left.order,
+        type=left.type,
+        candidate_type=right.type,
+        note="; ".join(part.why for part in gaps),
     )
 
 

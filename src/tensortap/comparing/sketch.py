@@ -6,7 +6,6 @@ memory map. Positions follow from the shape alone, so that sketches of two runs 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import DamagedError
-from ..numerics.layout import plain
+from ..numerics.sampling import COUNT, sample
 from ..recording.reader import Record
 from .paths import Matrix, equal
 
@@ -30,13 +29,11 @@ __all__ = [
     "sample",
 ]
 
-COUNT = 2048
 EXACT = 1e-3
 _SMALL = 256
 _DISTINCT = 3
 _Key = tuple[object, ...]
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -90,51 +87,6 @@ def compare_values(ours: _Values, theirs: _Values) -> Agreement:
     other = float(np.linalg.norm(y_centred))
     correlation = float(x_centred @ y_centred) / (spread * other) if other else 0.0
     return Agreement(distance / spread, correlation, len(np.unique(x)) > min(_DISTINCT, x.size - 1))
-
-
-def sample(tensor: torch.Tensor, count: int = COUNT) -> _Values:
-    """The values at pseudo-random positions, all of them when there are few, as float64."""
-    tensor = tensor.detach()
-    if tensor.is_quantized:
-        tensor = plain(tensor)
-    shape = tuple(tensor.shape)
-    if tensor.numel() == 0:
-        return np.empty(0)
-    if not shape:
-        return _floats(tensor.reshape(1))
-    index = tuple(torch.from_numpy(axis) for axis in positions(shape, count))
-    word = _WORDS.get(tensor.dtype.itemsize)
-    if word is None or tensor.is_complex() or tensor.is_conj() or tensor.is_neg():
-        return _floats(tensor[index])
-    # As plain words: not every dtype can be indexed on a CPU.
-    return _floats(tensor.view(word)[index].view(tensor.dtype))
-
-
-def _floats(values: torch.Tensor) -> _Values:
-    if values.is_complex():
-        values = torch.view_as_real(plain(values)).reshape(-1)
-    if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return values.numpy().astype(np.float64)
-    return values.to(torch.float64).numpy()
-
-
-@functools.lru_cache(maxsize=512)
-def positions(
-    shape: tuple[int, ...], count: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-    """Where to look in a tensor of this shape: indices by axis."""
-    total = math.prod(shape)
-    flat = flat_positions(total, count)
-    return tuple(np.unravel_index(flat, shape))
-
-
-@functools.lru_cache(maxsize=512)
-def flat_positions(total: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Where to look among so many elements: evenly spread, jittered, the same in every run."""
-    if total <= count:
-        return np.arange(total)
-    jitter = np.random.default_rng(total).random(count)
-    return ((np.arange(count) + jitter) * (total / count)).astype(np.int64).clip(0, total - 1)
 
 
 def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
