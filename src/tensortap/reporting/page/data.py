@@ -102,6 +102,8 @@ def _part(part: Part) -> dict[str, Any]:
         moments=part.moments,
         worst=part.worst_moment,
         nearer=part.nearer,
+        reference_error=short(part.reference_error),
+        candidate_error=short(part.candidate_error),
         reference=_statistics(left),
         candidate=_statistics(right),
         first=[_first(left), _first(right)] if both else (),

@@ -118,7 +118,7 @@ function partOf(row, part, open, told) {
   const name = part.port + (part.leaf || "");
   const same = (one, other) => (!other || one === other ? one : `${one} against ${other}`);
   const facts = [same(shape(part.shape), part.candidate_shape && shape(part.candidate_shape)), same(part.dtype, part.candidate_dtype), part.transform,
-    part.moments > 1 && `${whole(part.moments)} moments`, part.worst && part.moments > 1 && `worst at ${moment(part.worst)}`, part.nearer && `nearer to the truth: ${part.nearer}`];
+    part.moments > 1 && `${whole(part.moments)} moments`, part.worst && part.moments > 1 && `worst at ${moment(part.worst)}`, defined(value(part.reference_error)) && `nearer to the truth: ${part.nearer || "neither"} (reference ${text(value(part.reference_error), 3)} off, candidate ${text(value(part.candidate_error), 3)})`];
   const title = [el("h3", null, name), badge(part.verdict), el("span", { class: "facts" }, facts.filter(Boolean).join(" · "))];
   if (!open && defined(value(part.error))) title.push(el("span", { class: "facts" }, "error " + text(value(part.error))));
   const box = el("details", { class: "part", "data-part": name, open }, el("summary", null, ...title));
