@@ -58,7 +58,7 @@ def _columns() -> list[_Column]:
     return [
         _Column("", lambda row: "►" if row.culprit else "", justify="left"),
         _Column("layer", lambda row: f"{'  ' * row.depth}{row.name}", justify="left"),
-        _Column("type", lambda row: text.clean(row.layer.type) if row.layer else "", 9, "left"),
+        _Column("type", lambda row: row.type, 9, "left"),
         _Column("made here", _number("made_here"), 2),
         _Column("accumulated", _number("accumulated"), 3),
         _Column("handed", _number("handed"), 5),

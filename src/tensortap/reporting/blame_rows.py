@@ -34,6 +34,10 @@ class Row:
         return math.nan if self.layer is None else float(getattr(self.layer, name))
 
     @property
+    def type(self) -> str:
+        return "" if self.layer is None else text.clean(self.layer.type)
+
+    @property
     def note(self) -> str:
         """What is to be said beside the numbers, where they are not plain."""
         if self.layer is None:
@@ -107,7 +111,7 @@ def percent(share: float) -> str:
     if math.isnan(share):
         return "-"
     if math.isinf(share) or abs(share) >= 10:
-        return "over 1000 %" if share > 0 else "under -1000 %"
+        return ">1000 %" if share > 0 else "<-1000 %"
     if share and abs(share) < _LEAST:
         return f"{'-' if share < 0 else ''}<0.1 %"
     return f"{100 * share:.1f} %" if share else "0 %"
