@@ -25,6 +25,8 @@ class Cause:
     details: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
+        if self.kind in ("noise", "not finite"):
+            return self.text
         return f"explains {share_words(self.explains)} of the error: {self.text}"
 
     def to_dict(self) -> dict[str, Any]:

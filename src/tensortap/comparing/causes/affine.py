@@ -1,0 +1,157 @@
+"""Factors and constants: of the whole, and for each place of an axis."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .fits import Fit, factor_words, number_words, range_words, ranges
+from .pairs import Floats, Pairs, Sums
+
+__all__ = ["affine", "bias", "factor", "factors", "shift", "sign", "signs"]
+
+_SIGN = 0.02  # how far from -1 a factor may be to be a sign
+_SIMPLE = 0.25  # what a hypothesis with one or two numbers may leave
+_MANY = 0.2  # what a hypothesis with a number for each place may leave
+
+
+def factor(pairs: Pairs) -> Fit | None:
+    """candidate = a x reference; zero and the sign are called by their names."""
+    t = pairs.total
+    left, gain = _least(t.dd, t.dr, t.rr)
+    if pairs.energy <= 0 or not t.rr[0] > 0:
+        return None
+    a, rest = 1 + float(gain[0]), float(left[0]) / pairs.energy
+    if not np.any(pairs.candidate.numpy()):
+        return Fit("factor", 0.0, 0.0, "the candidate is zero", details={"factor": 0.0})
+    adjusted = pairs.adjusted(_believed(rest, pairs), 1)
+    if abs(a + 1) < _SIGN and adjusted < _SIGN:
+        return _sign_of_all(pairs)
+    text = f"output = {factor_words(a)} x reference"
+    return Fit("factor", rest, adjusted, text, 1.0, _SIMPLE, details={"factor": a})
+
+
+def _believed(rest: float, pairs: Pairs) -> float:
+    """What a factor leaves of the error or of the candidate, whichever is more.
+
+    A candidate that has nothing to do with the reference is best fitted by a factor near zero,
+    which takes the reference out of the difference and explains nothing.
+    """
+    t = pairs.total
+    own = float(t.rr[0] + 2 * t.dr[0] + t.dd[0])
+    return max(rest, rest * pairs.energy / own) if own > 0 else rest
+
+
+def _sign_of_all(pairs: Pairs) -> Fit:
+    rest = pairs.left(-pairs.reference)
+    return Fit("sign", rest, rest, "output = -1 x reference", details={"factor": -1.0})
+
+
+def shift(pairs: Pairs) -> Fit | None:
+    """candidate = reference + b."""
+    t = pairs.total
+    if pairs.energy <= 0 or pairs.count < 2:
+        return None
+    left, b = _least(t.dd, t.d, t.n)
+    rest = float(left[0]) / pairs.energy
+    value = float(b[0])
+    sign = "+" if value >= 0 else "-"
+    text = f"output = reference {sign} {number_words(abs(value))}"
+    details = {"shift": value}
+    return Fit("shift", rest, pairs.adjusted(rest, 1), text, 1.0, _SIMPLE, details=details)
+
+
+def affine(pairs: Pairs) -> Fit | None:
+    """candidate = a x reference + b."""
+    if pairs.energy <= 0 or pairs.count < 4:
+        return None
+    n, d, r, dd, dr, rr = (float(part[0]) for part in pairs.total)
+    spread = rr - r * r / n
+    if not spread > 1e-12 * rr:
+        return None
+    gain = (dr - d * r / n) / spread
+    b = (d - gain * r) / n
+    rest = max(0.0, dd - d * d / n - gain * gain * spread) / dd
+    sign = "+" if b >= 0 else "-"
+    text = f"output = {factor_words(1 + gain)} x reference {sign} {number_words(abs(b))}"
+    details = {"factor": 1 + gain, "shift": b}
+    adjusted = pairs.adjusted(_believed(rest, pairs), 2)
+    return Fit("affine", rest, adjusted, text, 2.0, _SIMPLE, details=details)
+
+
+def sign(pairs: Pairs) -> Fit | None:
+    """The best of the signs: of some channels, tokens, heads or samples."""
+    found = [fit for axis in range(len(pairs.shape)) if (fit := signs(pairs, axis)) is not None]
+    return min(found, key=lambda fit: fit.adjusted, default=None)
+
+
+def signs(pairs: Pairs, axis: int) -> Fit | None:
+    """Some places of an axis negated."""
+    s = pairs.along(axis)
+    if len(s.n) < 2 or pairs.energy <= 0:
+        return None
+    _, gain = _least(s.dd, s.dr, s.rr)
+    negated = np.abs(gain + 2) < 10 * _SIGN
+    if not negated.any() or negated.all():
+        return None
+    rest = np.where(negated, s.dd + 4 * s.dr + 4 * s.rr, s.dd).clip(0).sum() / pairs.energy
+    places = [int(place) + pairs.starts[axis] for place in np.flatnonzero(negated)]
+    name = pairs.axes[axis]
+    many = "s" if len(places) > 1 else ""
+    text = f"{name}{many} {ranges(places)} (of {pairs.sizes[axis]}) with the sign turned"
+    details = {"axis": axis, f"{name}s": places[:256]}
+    return Fit("sign", float(rest), float(rest), text, 1.5, 0.1, details=details)
+
+
+def bias(pairs: Pairs) -> list[Fit]:
+    """A constant for each place of an axis: of the channels, but a convolution has them first."""
+    found = []
+    for axis in range(len(pairs.shape)):
+        s = pairs.along(axis)
+        if len(s.n) < 2 or pairs.energy <= 0:
+            continue
+        left, b = _least(s.dd, s.d, s.n)
+        rest = float(left.sum()) / pairs.energy
+        name = pairs.axes[axis]
+        about = "the same in all tokens (a bias missing, doubled or another)"
+        if name != "channel":
+            about = "the same in all else"
+        text = f"a constant for each {name}, {about}: {range_words(b.tolist())}"
+        details = {"axis": axis, "per": name, "constants": b[:256].tolist()}
+        cost = 3.0 if name == "channel" else 3.5
+        found.append(
+            Fit("bias", rest, pairs.adjusted(rest, len(b)), text, cost, _MANY, details=details)
+        )
+    return found
+
+
+def factors(pairs: Pairs) -> list[Fit]:
+    """A factor for each channel, for each place of another axis, and for each row."""
+    found = []
+    for axis in range(len(pairs.shape)):
+        name = pairs.axes[axis]
+        if name not in ("token", "sample") and pairs.shape[axis] > 1:
+            found.append(_factors(pairs, pairs.along(axis), name))
+    if len(pairs.rows().n) > 1:
+        found.append(_factors(pairs, pairs.rows(), "token"))
+    return [fit for fit in found if fit is not None]
+
+
+def _factors(pairs: Pairs, s: Sums, name: str) -> Fit | None:
+    if pairs.energy <= 0 or not np.any(s.rr > 0):
+        return None
+    left, gain = _least(s.dd, s.dr, s.rr)
+    rest = float(left.sum()) / pairs.energy
+    values = 1 + gain[s.rr > 0]
+    text = f"a factor for each {name}: {range_words(values.tolist(), factor_words)}"
+    details = {"per": name, "count": len(values), "factors": values[:256].tolist()}
+    adjusted = pairs.adjusted(_believed(rest, pairs), len(values))
+    return Fit("factors", rest, adjusted, text, 3.0, _MANY, details=details)
+
+
+def _least(dd: Floats, dx: Floats, xx: Floats) -> tuple[Floats, Floats]:
+    """min |d - a x|² for each place, and a; 0 where x is nothing."""
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        a = np.where(xx > 0, dx / np.where(xx > 0, xx, 1.0), 0.0)
+    a = np.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0)
+    left: Floats = (dd - a * dx).clip(0)
+    return left, a

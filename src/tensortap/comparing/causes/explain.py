@@ -1,0 +1,155 @@
+"""`explain`: all hypotheses fitted to two tensors, and those worth a word, best first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ...numerics.pairs import check_pair
+from .affine import affine, bias, factor, factors, shift, sign
+from .cause import Cause
+from .fits import Fit
+from .formats import rounding, saturation
+from .grids import grid
+from .inputs import residual, skipped
+from .layouts import offset, offset_of_added, transpose
+from .noise import noise, not_finite
+from .order import orders
+from .pairs import Pairs, prepared
+from .places import Region, region_fit, regions
+
+__all__ = ["explain"]
+
+_MOST = 3
+_NOTHING = 1e-3  # what is left of the error and not worth another hypothesis
+_PRICE = 0.3  # of a hypothesis' cost, in powers of ten of what it leaves
+_GOOD = 0.05  # what is left where a hypothesis says what happened
+# Said of a part of the tensor under their own name; the others are said with the part's.
+_OWN_NAME = ("sign", "saturation")
+
+
+def explain(
+    reference: Tensor, candidate: Tensor, *, floor: float = 0.0, input: Tensor | None = None
+) -> tuple[Cause, ...]:
+    """What made the difference of two tensors of one shape, best first, at most three.
+
+    `floor` is the relative L2 error that rounding explains. `input` is what the layer was given,
+    where it has the shape of the output: a missing residual shows by it. Nothing is said where
+    there is no difference; where no hypothesis fits, a cause of the kind `noise` says that.
+    """
+    check_pair(reference, candidate)
+    if not reference.numel():
+        return ()
+    floor = floor if math.isfinite(floor) and floor > 0 else 0.0
+    pairs, found = prepared(reference, candidate, floor, input)
+    odd = not_finite(pairs, found)
+    said = () if odd is None else (odd,)
+    if not float(found.tokens[:, 0].sum()) > 0:
+        return said
+    if not 0 < pairs.energy < math.inf or not math.isfinite(float(pairs.total.rr[0])):
+        return said or (noise(pairs, found),)
+    pairs.forget()
+    region = regions(pairs, found)
+    fits = list(_fits(pairs))
+    if region is not None:
+        fits.append(_inside(pairs, region))
+    chosen = _chosen(fits, pairs)
+    if not chosen:
+        return said or (noise(pairs, found),)
+    return (*said, *(_cause(fit, pairs) for fit in chosen))[:_MOST]
+
+
+def _fits(pairs: Pairs) -> Iterator[Fit]:
+    """What was done to the whole tensor."""
+    single = (factor, shift, affine, sign, residual, skipped, saturation, transpose)
+    for hypothesis in (*single, offset, offset_of_added, rounding, grid):
+        fit = hypothesis(pairs)
+        if fit is not None:
+            yield fit
+    for several in (bias, factors, orders):
+        yield from several(pairs)
+
+
+def _inside(pairs: Pairs, region: Region) -> Fit:
+    """A region, and what was done to it where that can be said."""
+    fit = region_fit(region)
+    part = _part(pairs, region)
+    if part is None or part.count < 4 or not part.energy > 0:
+        return fit
+    options = [made for one in (factor, shift, saturation, affine) if (made := one(part))]
+    good = [
+        option
+        for option in options
+        if option.adjusted <= _GOOD and part.adjusted(option.left, 2 * option.cost) <= _GOOD
+    ]
+    if not good:
+        return fit
+    best = min(good, key=lambda option: _score(option, part))
+    left = 1 - region.share * (1 - best.left)
+    kind = best.kind if best.kind in _OWN_NAME else fit.kind
+    within = {"kind": best.kind, "text": best.text, **best.details}
+    cost = 1.8 if best.kind in _OWN_NAME else fit.cost
+    made = replace(fit, kind=kind, left=left, adjusted=left, cost=cost, place=False)
+    return replace(made, text=f"{fit.text}: {best.text}").with_details(within=within)
+
+
+def _part(pairs: Pairs, region: Region) -> Pairs | None:
+    """The pairs of a region, as far as they are in the sample."""
+    if region.rows:
+        return None
+    places: list[tuple[int, ...] | None] = []
+    for axis, chosen in enumerate(region.places):
+        if chosen is None:
+            places.append(None)
+            continue
+        start, length = pairs.starts[axis], pairs.shape[axis]
+        here = tuple(place - start for place in chosen if 0 <= place - start < length)
+        if not here:
+            return None
+        places.append(here)
+    return pairs.within(places)
+
+
+def _chosen(fits: Sequence[Fit], pairs: Pairs) -> list[Fit]:
+    """Those that explain enough, each simpler than those before it or clearly better."""
+    good = [fit for fit in fits if _rest(fit, pairs) <= fit.most]
+    good.sort(key=lambda fit: _score(fit, pairs))
+    chosen: list[Fit] = []
+    for fit in good:
+        if not chosen or _adds(fit, chosen, pairs):
+            chosen.append(fit)
+    return chosen[:_MOST]
+
+
+def _adds(fit: Fit, chosen: Sequence[Fit], pairs: Pairs) -> bool:
+    """Whether a worse hypothesis is worth a word beside better ones."""
+    rest = _rest(fit, pairs)
+    best = min(_rest(other, pairs) for other in chosen)
+    if best <= _NOTHING or rest > 0.05 + 5 * best:
+        return False
+    if fit.place or any(other.place for other in chosen):
+        return all(other.place != fit.place for other in chosen)
+    simpler = all(fit.cost < other.cost for other in chosen)
+    return (simpler and rest <= 0.1) or all(rest < _rest(other, pairs) / 3 for other in chosen)
+
+
+def _rest(fit: Fit, pairs: Pairs) -> float:
+    """What is left beyond rounding, per degree of freedom."""
+    return max(0.0, fit.adjusted - pairs.noise) / (1 - pairs.noise)
+
+
+def _score(fit: Fit, pairs: Pairs) -> float:
+    """Less is better: what is left, in powers of ten, and a price for what is to be believed."""
+    return math.log10(_rest(fit, pairs) + _NOTHING) + _PRICE * fit.cost
+
+
+def _cause(fit: Fit, pairs: Pairs) -> Cause:
+    explains = min(1.0, max(0.0, 1 - fit.left))
+    details = dict(fit.details)
+    if pairs.sampled:
+        details["sampled"] = math.prod(pairs.shape)
+        details["elements"] = math.prod(pairs.sizes)
+    return Cause(fit.kind, explains, fit.text, details)

@@ -1,0 +1,181 @@
+"""The right values read with the wrong shape: axes exchanged, reshaped, off by some tokens.
+
+Each is a rule which element of the reference stands where, so it is tried on a few thousand places
+drawn from the whole tensor, and only what fits there is measured on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .fits import Fit
+from .pairs import Pairs
+
+__all__ = ["offset", "offset_of_added", "transpose"]
+
+_PROBES = 4096
+_LEFT = 0.1
+_MOST_OFFSET = 64
+_MOST_HEADS = 128
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The reference viewed in `shape`, its axes permuted, and read in its own shape again."""
+
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    text: str
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        return tensor.reshape(self.shape).permute(self.axes).reshape(tensor.shape)
+
+    def source(self, flat: Tensor) -> Tensor:
+        """Where in the reference the elements at these places come from."""
+        permuted = [self.shape[axis] for axis in self.axes]
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in self.axes]
+        found = torch.zeros_like(flat)
+        for extent, stride in zip(reversed(permuted), reversed(strides), strict=True):
+            found += flat % extent * stride
+            flat = flat // extent
+        return found
+
+
+def transpose(pairs: Pairs) -> Fit | None:
+    """The best of the wrong readings."""
+    if pairs.energy <= 0 or pairs.sampled or pairs.count < 8:
+        return None
+    flat, places, before = _probes(pairs)
+    reference = pairs.reference.reshape(-1)
+    best: tuple[float, _Reading] | None = None
+    for reading in _readings(pairs.shape):
+        source = reading.source(places)
+        left = float((flat - reference[source]).square().sum()) / before if before > 0 else 1.0
+        if left < 0.5 and (best is None or left < 0.5 * best[0]):
+            best = (left, reading)
+    if best is None:
+        return None
+    reading = best[1]
+    left = pairs.left(reading.apply(pairs.reference))
+    details = {"shape": list(reading.shape), "axes": list(reading.axes)}
+    return Fit("transpose", left, left, reading.text, 1.5, _LEFT, details=details)
+
+
+def _probes(pairs: Pairs) -> tuple[Tensor, Tensor, float]:
+    """Values of the candidate at places drawn from all, the places, the squared error there."""
+    flat = pairs.candidate.reshape(-1)
+    generator = torch.Generator().manual_seed(0)
+    count = flat.numel()
+    places = (
+        torch.arange(count)
+        if count <= _PROBES
+        else torch.randint(count, (_PROBES,), generator=generator)
+    )
+    error = pairs.difference.reshape(-1)[places].square().sum()
+    return flat[places], places, float(error)
+
+
+def _readings(shape: tuple[int, ...]) -> Iterator[_Reading]:
+    """Exchanged axes first, then channels that are split into heads and exchanged with another."""
+    axes = len(shape)
+    for a in range(axes):
+        for b in range(a + 1, axes):
+            if shape[a] > 1 and shape[b] > 1:
+                order = list(range(axes))
+                order[a], order[b] = b, a
+                words = f"axes {a} and {b} exchanged"
+                if shape[a] != shape[b]:
+                    words += f", and {list(shape)} read over it"
+                yield _Reading(shape, tuple(order), f"transposed: {words}")
+    channels = shape[-1]
+    for heads in range(2, min(_MOST_HEADS, channels // 2) + 1):
+        if channels % heads:
+            continue
+        width = channels // heads
+        split = (*shape[:-1], heads, width)
+        inner = (*range(axes - 1), axes, axes - 1)
+        text = f"channels ({heads}, {width}) read as ({width}, {heads})"
+        yield _Reading(split, inner, f"a wrong reshape: {text}")
+        tokens = shape[-2]
+        if tokens > 1:
+            outer = (*range(axes - 2), axes - 1, axes - 2, axes)
+            text = f"({tokens}, {heads}, {width}) read as ({heads}, {tokens}, {width})"
+            yield _Reading(split, outer, f"a wrong reshape: {text}")
+            other = (*shape[:-2], heads, tokens, width)
+            text = f"({heads}, {tokens}, {width}) read as ({tokens}, {heads}, {width})"
+            yield _Reading(other, outer, f"a wrong reshape: {text}")
+
+
+def offset(pairs: Pairs) -> Fit | None:
+    """Tokens off by k: the candidate's token t is the reference's token t - k."""
+    return _offset(pairs, pairs.reference, pairs.candidate, "output")
+
+
+def offset_of_added(pairs: Pairs) -> Fit | None:
+    """The same of what the layer adds to its input, as positions are added."""
+    if pairs.input is None:
+        return None
+    return _offset(
+        pairs, pairs.reference - pairs.input, pairs.candidate - pairs.input, "what it adds"
+    )
+
+
+def _offset(pairs: Pairs, reference: Tensor, candidate: Tensor, what: str) -> Fit | None:
+    axis = len(pairs.shape) - 2
+    size = pairs.shape[axis]
+    if size < 3 or pairs.energy <= 0 or pairs.axes[axis] != "token":
+        return None
+    best: tuple[float, int] | None = None
+    a, b, finite = (_thinned(t, axis) for t in (reference, candidate, pairs.finite))
+    assert a is not None and b is not None
+    for far in range(1, min(_MOST_OFFSET, size // 2) + 1):
+        for by in (far, -far):
+            left = _left_of(a, b, finite, by)
+            if left < 0.5 * (1.0 if best is None else best[0]) and left <= _LEFT + pairs.noise:
+                best = (left, by)
+    if best is None:
+        return None
+    by = best[1]
+    inside, wrong = _slices(size, by)
+    rest = (candidate[..., inside[1], :] - reference[..., inside[0], :]).square()
+    if pairs.finite is not None:
+        rest *= pairs.finite[..., inside[1], :]
+    border = pairs.difference[..., wrong, :].square().sum()
+    left = float(rest.sum() + border) / pairs.energy
+    tokens = "1 token" if abs(by) == 1 else f"{abs(by)} tokens"
+    text = f"{what} off by {tokens}: token t holds what belongs to t {'-' if by > 0 else '+'} "
+    text += f"{abs(by)} (of {size})"
+    details = {"offset": by, "of": "added" if what != "output" else "output"}
+    return Fit("offset", left, best[0], text, 1.2, _LEFT, details=details)
+
+
+def _thinned(tensor: Tensor | None, axis: int) -> Tensor | None:
+    """A few channels and samples, all tokens: enough to choose an offset by."""
+    if tensor is None:
+        return None
+    made = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
+    most = max(4, (1 << 16) // made.shape[0])
+    if made.shape[1] > most:
+        made = made[:, torch.linspace(0, made.shape[1] - 1, most).long()]
+    return made
+
+
+def _slices(size: int, by: int) -> tuple[tuple[slice, slice], slice]:
+    """The reference's and the candidate's tokens that are set side by side; those that are not."""
+    if by > 0:
+        return (slice(0, size - by), slice(by, size)), slice(0, by)
+    return (slice(-by, size), slice(0, size + by)), slice(size + by, size)
+
+
+def _left_of(a: Tensor, b: Tensor, finite: Tensor | None, by: int) -> float:
+    (left, right), _ = _slices(len(a), by)
+    rest, before = (b[right] - a[left]).square(), (b[right] - a[right]).square()
+    if finite is not None:
+        rest, before = rest * finite[right], before * finite[right]
+    total = float(before.sum())
+    return float(rest.sum()) / total if total > 0 else 1.0

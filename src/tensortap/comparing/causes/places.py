@@ -1,0 +1,175 @@
+"""Where the error sits, when it sits in a part of the tensor and the rest is right.
+
+For each axis the places that hold the error are sought: few of them, a run, or all from one on.
+They must hold it in absolute terms and beside their own size, since an error that is everywhere
+proportional to the values is largest where the values are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...numerics.profile import Profile
+from .fits import Fit, ranges
+from .pairs import Floats, Pairs
+
+__all__ = ["Region", "region_fit", "regions"]
+
+_SHARE = 0.9  # of the squared error, that a small part must hold
+_CLEAR = 1e-3  # of the error inside, squared and relative: what the rest may have where it is right
+_FEW = 0.05  # of the places
+_NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
+
+
+@dataclass(frozen=True)
+class Region:
+    """Some places of each axis (None: all), or some rows; `share` of the squared error."""
+
+    places: tuple[tuple[int, ...] | None, ...]
+    share: float
+    kind: str
+    text: str
+    rows: tuple[tuple[int, ...], ...] = ()
+
+
+def regions(pairs: Pairs, found: Profile) -> Region | None:
+    """The part of the tensor that holds the error, if there is one."""
+    energy = found.tokens[:, 0].reshape(found.shape)
+    size = found.tokens[:, 1].reshape(found.shape)
+    total = float(energy.sum())
+    if not total > 0 or not math.isfinite(total):
+        return None
+    sets: list[tuple[int, ...] | None] = []
+    last = len(pairs.sizes) - 1
+    for axis, name in enumerate(pairs.axes):
+        if axis == last:
+            e, r = found.channels[:, 0], found.channels[:, 1]
+        else:
+            others = tuple(a for a in range(last) if a != axis)
+            e, r = energy.sum(others), size.sum(others)
+        sets.append(_held(e, r, pairs.floor, ordered=name == "token"))
+    if all(chosen is None for chosen in sets):
+        return _rows(pairs, energy, size)
+    share = _share(pairs, energy, found, sets)
+    if share < _SHARE:
+        return None
+    named = [(axis, chosen) for axis, chosen in enumerate(sets) if chosen is not None]
+    words = [
+        place_words(pairs.axes[axis], chosen, pairs.sizes[axis], sized=len(named) == 1)
+        for axis, chosen in reversed(named)
+    ]
+    text = " of ".join(words)
+    if " from " not in text and " up to " not in text:
+        text += " alone"
+    return Region(tuple(sets), share, _kind(pairs.axes, sets), text)
+
+
+def region_fit(region: Region) -> Fit:
+    """A region as a hypothesis: all of the error is there."""
+    names = {"places": [None if p is None else list(p[:256]) for p in region.places]}
+    if region.rows:
+        names = {"places": [list(row) for row in region.rows]}
+    left = max(0.0, 1 - region.share)
+    return Fit(region.kind, left, left, region.text, 2.5, 0.1, place=True, details=names)
+
+
+def _kind(axes: Sequence[str], sets: Sequence[tuple[int, ...] | None]) -> str:
+    named = [name for name, chosen in zip(axes, sets, strict=True) if chosen is not None]
+    for name in ("channel", "token", "head", "sample"):
+        if name in named:
+            return f"{name}s"
+    return "places"
+
+
+def _share(
+    pairs: Pairs, energy: Floats, found: Profile, sets: Sequence[tuple[int, ...] | None]
+) -> float:
+    """The part of the squared error inside; a lower bound where only a sample is at hand."""
+    inside = energy
+    for axis, chosen in enumerate(sets[:-1]):
+        if chosen is not None:
+            inside = inside.take(chosen, axis)
+    rows = float(inside.sum()) / float(energy.sum())
+    if sets[-1] is None:
+        return rows
+    columns = found.channels[:, 0]
+    channels = float(columns[list(sets[-1])].sum()) / float(columns.sum())
+    if all(chosen is None for chosen in sets[:-1]):
+        return channels
+    if pairs.sampled:
+        return max(0.0, rows + channels - 1)
+    return pairs.within(sets).energy / pairs.energy
+
+
+def _held(e: Floats, r: Floats, floor: float, *, ordered: bool) -> tuple[int, ...] | None:
+    """The places that hold the error; None where they are all of them, or no clear part."""
+    alive = np.flatnonzero((r > 0) | (e > 0))
+    count, total = len(alive), float(e.sum())
+    if count < 2 or not total > 0:
+        return None
+    order = alive[np.argsort(-e[alive], kind="stable")]
+    held = np.cumsum(e[order]) / total
+    first = int(np.searchsorted(held, _SHARE))
+    last = min(count - 2, int(np.searchsorted(held, 1 - 1e-12)))
+    if first > last:
+        return None
+    # The largest step down among the places that could be the last one inside.
+    steps = np.log(e[order[first : last + 2]] + 1e-300)
+    number = first + int(np.argmax(steps[:-1] - steps[1:])) + 1
+    chosen, rest = np.sort(order[:number]), np.sort(order[number:])
+    size = r[chosen].sum()
+    inside = e[chosen].sum() / size if size > 0 else math.inf
+    outside = e[rest].sum() / r[rest].sum() if r[rest].sum() > 0 else 0.0
+    if float(r[rest].sum()) == 0 and float(e[rest].sum()) == 0:
+        return None
+    clear = outside <= max(_CLEAR * inside, min((2 * floor) ** 2, 0.05 * inside))
+    alone = outside <= 0.1 * inside
+    positions = np.searchsorted(alive, chosen)
+    run = int(positions[-1] - positions[0]) + 1 == number
+    end = run and (positions[0] == 0 or positions[-1] == count - 1)
+    few = number <= max(_FEW * count, min(_NOTEWORTHY, count // 4))
+    right = (few and alone) or (
+        clear and ((ordered and end) or (run and number <= count // 2) or number <= count // 4)
+    )
+    return tuple(int(place) for place in chosen) if right else None
+
+
+def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
+    """A few rows here and there, as one token of each sample."""
+    if sum(extent > 1 for extent in energy.shape) < 2:
+        return None
+    chosen = _held(energy.reshape(-1), size.reshape(-1), pairs.floor, ordered=False)
+    if chosen is None or len(chosen) > max(_NOTEWORTHY, _FEW * energy.size):
+        return None
+    share = float(energy.reshape(-1)[list(chosen)].sum() / energy.sum())
+    index = [tuple(int(i) for i in np.unravel_index(row, energy.shape)) for row in chosen]
+    words = [
+        " of ".join(f"{pairs.axes[axis]} {place}" for axis, place in reversed(list(enumerate(row))))
+        for row in index[:_NOTEWORTHY]
+    ]
+    more = len(index) - len(words)
+    text = ", ".join(words) + (f" and {more} more" if more else "") + " alone"
+    return Region((None,) * len(pairs.sizes), share, "tokens", text, tuple(index))
+
+
+def place_words(name: str, places: Sequence[int], size: int, *, sized: bool = True) -> str:
+    """Some places of an axis: `channel 7 of 256`, `tokens from 12 on (of 24)`."""
+    ordered = name == "token"
+    first, last = places[0], places[-1]
+    run = last - first + 1 == len(places)
+    if len(places) == 1:
+        if ordered and size > 2 and first in (0, size - 1):
+            text = f"the {'first' if first == 0 else 'last'} token"
+        else:
+            return f"{name} {first}{f' of {size}' if sized else ''}"
+    elif ordered and run and last == size - 1:
+        text = f"tokens from {first} on"
+    elif ordered and run and first == 0:
+        text = f"tokens up to {last}"
+    else:
+        text = f"{name}s {ranges(places)}"
+    return f"{text} (of {size})" if sized else text
