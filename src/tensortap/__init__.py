@@ -30,6 +30,8 @@ if TYPE_CHECKING:
         compare_modes,
         register_metric,
     )
+    from .comparing.blame import Blame, BlamedLayer, blame
+    from .comparing.causes import Cause
     from .comparing.compare import compare
     from .errors import TapError
     from .numerics import Difference, Histogram, Summary, summarize
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from .targets import Target
 
 _HOMES = {
+    "Blame": "comparing.blame",
+    "BlamedLayer": "comparing.blame",
+    "Cause": "comparing.causes",
     "Comparison": "comparing",
     "Difference": "numerics",
     "Finding": "recording",
@@ -55,6 +60,7 @@ _HOMES = {
     "TapError": "errors",
     "TapWarning": "taps",
     "Target": "targets",
+    "blame": "comparing.blame",
     "check": "recording",
     "compare": "comparing",
     "compare_modes": "comparing",
@@ -67,6 +73,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "Blame",
+    "BlamedLayer",
+    "Cause",
     "Comparison",
     "Difference",
     "Finding",
@@ -83,6 +92,7 @@ __all__ = [
     "TapError",
     "TapWarning",
     "Target",
+    "blame",
     "check",
     "compare",
     "compare_modes",

@@ -1,0 +1,260 @@
+"""Down from a block to the leaf that makes its error.
+
+Inside a block the same question is asked again, with the block in the place of the model: it runs
+alone on the reference's inputs, which costs a fraction of a forward pass, and a child's share of
+its error is scaled by its share of the final one. The innermost layer's share is then measured in
+runs of the whole model, as the definition has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...recording.schema import Port
+from ..causes import Cause
+from .levels import children_of
+from .results import BlamedLayer
+from .shares import Baggage, Shares
+from .stage import Final, OneLayer, Stage
+from .trace import first_float
+from .verdict import LEAST, MOST, against_peers, stands_out
+
+__all__ = ["Descent", "Found"]
+
+_SAME = 1e-3  # of the error that is looked for: a layer run alone must do what it does in the model
+
+
+@dataclass
+class Found:
+    """What the descent came to."""
+
+    culprit: BlamedLayer | None
+    rows: list[BlamedLayer] = field(default_factory=list)
+    causes: tuple[Cause, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    more_runs: int = 0
+
+
+class Descent:
+    """Goes down inside one layer of the first level."""
+
+    def __init__(
+        self,
+        shares: Shares,
+        stage: Stage,
+        types: Mapping[str, str],
+        operations: Mapping[str, int],
+        precisions: tuple[str | None, ...],
+        unit: float,
+    ) -> None:
+        self.shares = shares
+        self.stage = stage
+        self.types = types
+        self.operations = operations
+        self.precisions = precisions
+        self.unit = unit
+
+    def into(self, top: BlamedLayer, kept: Sequence[str]) -> Found:
+        """The culprit inside a layer that makes most of the error, or the layer itself."""
+        found = Found(top if top.clear else None)
+        inner = [name for name in kept if name in self.shares.trace.outputs]
+        children = children_of(top.layer, inner)
+        baggage = self.shares.baggage(top.layer)
+        outputs = baggage.outputs
+        if not children:
+            if self.types_inside(top.layer):
+                found.notes.append(
+                    f"What is inside {top.layer} is not in the reference. Record it with --layers "
+                    "all --inputs to go on to the leaf."
+                )
+        else:
+            inside = self._stage(top, baggage, found)
+            self._descend(top, children, inner, inside, found)
+        self._explain(found, top, outputs)
+        return found
+
+    def types_inside(self, layer: str) -> bool:
+        """Whether a layer has layers inside."""
+        return any(name.startswith(f"{layer}.") for name in self.types)
+
+    # Inside.
+
+    def _stage(self, top: BlamedLayer, baggage: Baggage, found: Found) -> Shares:
+        """The layer alone, if that does what it does in the model; else the whole model."""
+        leaf = _main_leaf(baggage)
+        problem = baggage.problem
+        if not problem and leaf is not None:
+            alone = OneLayer(
+                self.stage.known,
+                self.stage.modules,
+                Final(top.layer, leaf),
+                layer=top.layer,
+                captured=baggage.calls,
+            )
+            again = _Outputs()
+            try:
+                total = alone.run((), {top.layer: again})
+            except Exception as error:  # whatever the layer raises when it is taken out
+                problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+            else:
+                problem = again.unlike(baggage.outputs)
+                if not problem and total > 0:
+                    return Shares(
+                        alone,
+                        self.shares.trace,
+                        total,
+                        precisions=self.precisions,
+                        infer=False,
+                        scale=top.share,
+                        parent=top.layer,
+                    )
+        found.notes.append(
+            f"{top.layer} cannot be run alone ({problem or 'it returns no float'}): what is inside "
+            "was looked at in runs of the whole model."
+        )
+        return Shares(
+            self.stage,
+            self.shares.trace,
+            self.shares.total,
+            precisions=self.precisions,
+            parent=top.layer,
+        )
+
+    def _descend(
+        self,
+        top: BlamedLayer,
+        children: Sequence[str],
+        inner: Sequence[str],
+        inside: Shares,
+        found: Found,
+    ) -> None:
+        at, path = top, [top]
+        while children:
+            before = inside.stage.runs
+            rows = [
+                replace(inside.row(name, self.types[name], self.operations[name]), parent=at.layer)
+                for name in children
+            ]
+            rows = against_peers(rows, self.unit)
+            if inside.stage is self.stage:
+                found.more_runs += inside.stage.runs - before
+            found.rows += rows
+            best = max(rows, key=lambda row: row.share)
+            if not stands_out(best, rows):
+                break
+            at = best
+            path.append(at)
+            children = children_of(at.layer, inner)
+        self._verify(path, inside, found)
+
+    def _verify(self, path: list[BlamedLayer], inside: Shares, found: Found) -> None:
+        """The innermost layer clear of rounding whose share holds in the whole model."""
+        while len(path) > 1:
+            row = path.pop()
+            if not row.clear:
+                continue
+            if inside.stage is self.stage:
+                found.culprit = row
+                return
+            share = self.shares.share(row.layer)
+            exact = replace(row, share=share, how="patched")
+            found.rows = [exact if r.layer == row.layer else r for r in found.rows]
+            if LEAST <= share <= MOST:
+                found.culprit = exact
+                return
+            found.more_runs += 2
+        found.culprit = path[0] if path[0].clear else None
+
+    def _explain(
+        self, found: Found, top: BlamedLayer, outputs: Sequence[dict[str, torch.Tensor]]
+    ) -> None:
+        """What the culprit does to good inputs, in the words of simple hypotheses."""
+        from ..causes import explain
+
+        culprit = found.culprit
+        if culprit is None:
+            return
+        watcher = _Outputs()
+        if culprit.layer == top.layer:
+            watcher.seen = list(outputs)
+            watcher.places = list(self._places(culprit.layer, len(outputs)))
+        else:
+            made = self.shares.baggage(culprit.layer)
+            watcher.seen = made.outputs
+            watcher.places = list(self._places(culprit.layer, len(made.outputs)))
+        for (batch, call), leaves in zip(watcher.places, watcher.seen, strict=False):
+            records = self.stage.known.at(culprit.layer, "output", batch, call)
+            for leaf, tensor in leaves.items():
+                record = records.get(leaf)
+                if record is None or not tensor.is_floating_point():
+                    continue
+                reference = record.tensor()
+                if reference.shape != tensor.shape or torch.equal(reference.to(tensor), tensor):
+                    continue
+                given = self._input(culprit.layer, batch, call, tuple(tensor.shape))
+                floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
+                found.causes = explain(reference, tensor, floor=floor, input=given)
+                return
+
+    def _places(self, layer: str, count: int) -> list[tuple[int, int]]:
+        """Batch and call of each output that was kept."""
+        port: Port = "output"
+        found: list[tuple[int, int]] = []
+        for batch in range(self.stage.known.batches):
+            call = 0
+            while self.stage.known.at(layer, port, batch, call):
+                found.append((batch, call))
+                call += 1
+        return found[:count]
+
+    def _input(
+        self, layer: str, batch: int, call: int, shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        for record in self.stage.known.at(layer, "input", batch, call).values():
+            if record.shape == shape and record.dtype.startswith(("float", "bfloat")):
+                return record.tensor()
+        return None
+
+
+class _Outputs:
+    """Keeps what a layer returns."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, torch.Tensor]] = []
+        self.places: list[tuple[int, int]] = []
+
+    def enter(self, stage: Stage, layer: str, call: int, args: object, kwargs: object) -> None:
+        pass
+
+    def leave(self, stage: Stage, layer: str, call: int, output: object) -> None:
+        from ...taps.patching import leaves_of
+
+        self.seen.append({leaf: t.detach().to("cpu") for leaf, t in leaves_of(output).items()})
+
+    def unlike(self, outputs: Sequence[dict[str, torch.Tensor]]) -> str:
+        """Why these are not the outputs that were seen in the model; empty when they are."""
+        if len(self.seen) != len(outputs):
+            return f"it ran {len(self.seen)} times instead of {len(outputs)}"
+        for mine, theirs in zip(self.seen, outputs, strict=True):
+            for leaf, tensor in theirs.items():
+                own = mine.get(leaf)
+                if own is None or own.shape != tensor.shape:
+                    return "it returns something else"
+                if tensor.is_floating_point():
+                    apart = (own.double() - tensor.double()).nan_to_num().norm()
+                    if float(apart) > _SAME * float(tensor.double().nan_to_num().norm()):
+                        return "it keeps state: alone it returns something else"
+        return ""
+
+
+def _main_leaf(baggage: Baggage) -> str | None:
+    for leaves in baggage.outputs:
+        main = first_float(leaves)
+        for leaf, tensor in leaves.items():
+            if tensor is main:
+                return leaf
+    return None

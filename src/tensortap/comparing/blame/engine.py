@@ -1,0 +1,509 @@
+"""`blame`: a reference recording and a live candidate in, who made the final error out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import OptionError
+from ...numerics.difference import difference
+from ...recording.reader import Record, Recording
+from ...selection import select, structure
+from ...selection.sites import is_called, sites, type_name
+from ...taps.describe import InputLog, describe_module, device_of
+from ...targets import Target
+from ..causes import Cause
+from ..checks import Run, opened
+from ..judge import AGAINST_ESTIMATE, AGAINST_FLOOR
+from ..precision import coarsest, depth_of, estimated_floor, precision_of, unit_of
+from .descent import Descent
+from .levels import ancestors, contains, first_level, operations
+from .reference import Known, pair_names
+from .results import Blame, BlamedLayer
+from .search import bisect_chain
+from .shares import Shares
+from .stage import Final, Put, WholeModel, measured, squares
+from .trace import Trace
+from .verdict import LEAST, against_peers, stands_out
+
+__all__ = ["blame"]
+
+_BUDGET = 1 << 30
+
+
+def blame(
+    reference: Run,
+    model: Any,
+    inputs: Any = None,
+    *,
+    layers: str | Sequence[str] = "blocks",
+    bisect: bool = False,
+    final: str | None = None,
+    floor: Run | None = None,
+    map: str | Sequence[str] = (),
+    budget: int = _BUDGET,
+    progress: Callable[[int, int], None] | None = None,
+) -> Blame:
+    """Say which layer of a live candidate makes the error at its output.
+
+    The reference is a recording with the inputs and outputs of layers (`layers="all", inputs=True`
+    lets blame descend to the leaf); `model` is the candidate with the same `inputs`, or a Target.
+    For each layer the reference's input, and then its output, is put there in a run of the
+    candidate, and what is left of the squared error at the output is measured.
+
+    Args:
+        reference: the recording to trust.
+        model: the candidate, a `torch.nn.Module`, or a Target with its inputs.
+        inputs: what the reference was recorded with: a tensor, a tuple of arguments, a dict of
+            keyword arguments, or a list of those, one a batch.
+        layers: what to look at first; by default the blocks, and what stands beside them.
+        bisect: look at about log2 N of the blocks, where one of them makes half of the error.
+        final: the layer whose output counts as the final one; by default the model's own.
+        floor: a recording of the reference in the candidate's precision, or of a repeat run.
+        map: `regex=>template` to pair layers of the reference with those of the candidate.
+        budget: the most bytes that are kept of the candidate's own outputs.
+        progress: told how often the model ran, and how often it may.
+    """
+    target = _target(model, inputs)
+    work = _Work(opened(reference, False), target, layers, final, floor, map, budget, progress)
+    return work.bisected() if bisect else work.all_layers()
+
+
+class _Work:
+    """One blame from its first run to its answer."""
+
+    def __init__(
+        self,
+        recording: Recording,
+        target: Target,
+        layers: str | Sequence[str],
+        final: str | None,
+        floor: Run | None,
+        maps: str | Sequence[str],
+        budget: int,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.recording, self.target = recording, target
+        self.warnings: list[str] = []
+        self.notes: list[str] = []
+        self._progress = progress
+        places = [site for site in sites(target.model) if is_called(site.module)]
+        modules = {site.name: site.module for site in places}
+        self.types = {site.name: type_name(site.module) for site in places}
+        names = pair_names(recording, modules, [maps] if isinstance(maps, str) else maps)
+        self.known = Known(recording, names)
+        self.kept = [name for name in names if self.known.has(name, "output")]
+        _check_kept(recording, modules, self.kept)
+        self.structure = structure(target.model)
+        self.chain, self.beside = self._first(layers)
+        self.rows_wanted = self._ordered([*self.chain, *self.beside])
+        self.final = _final(self.known, recording, self.kept, final)
+        self.stage = WholeModel(self.known, modules, self.final, target=target)
+        self.operations = operations(target.model)
+        self.precisions = (precision_of(recording), _precision(target.model))
+        self.unit = max((unit_of(name) for name in self.precisions if name), default=0.0)
+        self.trace = Trace(self.rows_wanted, budget)
+        self.limit = 2 * len(self.rows_wanted) + 3
+        self._own_run()
+        self._floor_run = None if floor is None else opened(floor, False)
+        self.size = _size(self.known, self.final)
+        self.final_error = math.sqrt(self.total / self.size) if self.size else math.inf
+        self.final_floor, self.measured_floor = self._final_floor()
+        self.shares = self._shares()
+
+    # Setting up.
+
+    def _first(self, layers: str | Sequence[str]) -> tuple[list[str], list[str]]:
+        wanted = [layers] if isinstance(layers, str) else list(layers)
+        if wanted == ["blocks"] or not wanted:
+            blocks, beside = first_level(self.structure, self.kept)
+            if blocks:
+                return blocks, beside
+            if self.structure.blocks:
+                self.notes.append(
+                    "The reference has no outputs of the blocks: the layers that it has are "
+                    "looked at."
+                )
+            else:
+                self.notes.append("The model has no repeated blocks; its leaves are looked at.")
+            inner = [n for n in self.kept if n]
+            return [n for n in inner if not any(o != n and contains(n, o) for o in inner)], []
+        chosen = [site.name for site in select(self.target.model, wanted).layers]
+        there = [name for name in chosen if name in self.kept and name]
+        if not there:
+            raise OptionError(
+                f"None of the {len(chosen)} layers that {', '.join(_quoted(wanted))} selects is "
+                f"in {self.recording.path}. Record the reference with the same --layers and "
+                "--inputs."
+            )
+        if len(there) < len(chosen):
+            self.notes.append(
+                f"{len(chosen) - len(there)} of {len(chosen)} selected layers are not in the "
+                "reference and are not looked at."
+            )
+        return there, []
+
+    def _ordered(self, names: Sequence[str]) -> list[str]:
+        order = {ours: number for number, ours in enumerate(self.recording.layers)}
+        return sorted(names, key=lambda name: order[self.known.names[name]])
+
+    def _own_run(self) -> None:
+        batches = len(self.target.batches)
+        if batches != self.known.batches:
+            self.warnings.append(
+                f"The reference has {self.known.batches} batches and the candidate {batches}: the "
+                f"first {min(batches, self.known.batches)} are looked at."
+            )
+        log = InputLog()
+
+        def heard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            log.see((0, self.stage.batch), args, kwargs)
+
+        handle = self.target.model.register_forward_pre_hook(heard, with_kwargs=True)
+        try:
+            watch = dict.fromkeys(self.kept, self.trace)
+            self.total = self.stage.run((), watch)
+        finally:
+            handle.remove()
+        self.trace.finish()
+        self._told()
+        self._check_inputs(log)
+        self.chain = [name for name in self.trace.order if name in self.chain]
+        self.rows_wanted = [name for name in self.trace.order if name in self.rows_wanted]
+
+    def _check_inputs(self, log: InputLog) -> None:
+        inputs = self.recording.manifest.inputs
+        ids = inputs.get("input_ids")
+        if ids is not None and log.input_ids is not None and ids != log.input_ids:
+            raise OptionError(
+                f"The candidate runs on other token ids than {self.recording.path} was recorded "
+                "with. Give it the same inputs."
+            )
+        ours, theirs = inputs.get("batches") or [], log.digests
+        both = list(zip(ours, theirs, strict=False))
+        if any(left != right and "unknown" not in (left, right) for left, right in both):
+            self.warnings.append(
+                "The candidate's inputs are not the same bytes as the reference's. If they are not "
+                "the same values in another dtype, blame is wrong."
+            )
+
+    def _shares(self) -> Shares:
+        shares = Shares(
+            self.stage,
+            self.trace,
+            self.total,
+            precisions=self.precisions,
+            told=self._told,
+        )
+        shares.expect(self.rows_wanted)
+        return shares
+
+    def _told(self) -> None:
+        if self._progress is not None:
+            self._progress(self.stage.runs, max(self.limit, self.stage.runs))
+
+    def _final_floor(self) -> tuple[float, bool]:
+        """What rounding explains of the final error, and whether that was measured."""
+        if self._floor_run is not None:
+            found = _floor_error(self._floor_run, self.known, self.final)
+            if found is not None:
+                return AGAINST_FLOOR * found, True
+            self.warnings.append(
+                f"The floor {self._floor_run.path} has no tensor of the final output: what "
+                "rounding explains is estimated."
+            )
+        ours = self.known.names[self.final.layer]
+        blocks = [b for b in self.recording.manifest.structure.blocks if b in self.recording.layers]
+        order = {name: number for number, name in enumerate(self.recording.layers)}
+        depth = depth_of(order[ours], [order[b] for b in blocks])
+        dtypes = self.trace.outputs[self.final.layer].dtypes
+        if not dtypes:
+            return 0.0, False
+        return AGAINST_ESTIMATE * estimated_floor(dtypes, self.precisions, depth), False
+
+    # Looking.
+
+    def row(self, layer: str) -> BlamedLayer:
+        return self.shares.row(layer, self.types[layer], self.operations[layer])
+
+    def all_layers(self) -> Blame:
+        if not self.total:
+            return self._answer([replace(self._unasked(n), share=0.0) for n in self.rows_wanted])
+        rows, best = [], None
+        for layer in self.rows_wanted:
+            row = self.row(layer)
+            rows.append(row)
+            if best is None or row.share > best.share:
+                if best is not None:
+                    self.shares.drop(best.layer)
+                best = row
+            else:
+                self.shares.drop(layer)
+        before, behind, beside = self._edges()
+        return self._conclude(rows, before, behind, beside)
+
+    def bisected(self) -> Blame:
+        chain = self.chain
+        self.limit = math.ceil(math.log2(max(2, len(chain)))) + 4
+        if not self.total:
+            return self._answer([self._unasked(name) for name in chain], bisect=True)
+        looked, before, behind = bisect_chain(self.shares, chain)
+        rows = [self.row(n) if n in looked else self._unasked(n) for n in chain]
+        return self._conclude(rows, before, behind, math.nan, bisect=True)
+
+    def _unasked(self, layer: str) -> BlamedLayer:
+        """A layer as far as the candidate's own run tells."""
+        return BlamedLayer(
+            layer=layer,
+            type=self.types[layer],
+            accumulated=self.trace.outputs[layer].error,
+            handed=self.trace.inputs[layer].error,
+        )
+
+    def _edges(self) -> tuple[float, float, float]:
+        """The shares of what runs before, behind and beside the chain of layers."""
+        chain = self.chain
+        if not chain:
+            return math.nan, math.nan, math.nan
+        left = self.shares.left
+        ins = [left(Put(n, "input")) if self.known.has(n, "input") else self.total for n in chain]
+        outs = [left(Put(n, "output")) for n in chain]
+        beside = sum(out - into for out, into in zip(outs[:-1], ins[1:], strict=True))
+        return 1 - ins[0] / self.total, outs[-1] / self.total, beside / self.total
+
+    def _conclude(
+        self,
+        rows: list[BlamedLayer],
+        before: float,
+        behind: float,
+        beside: float,
+        bisect: bool = False,
+    ) -> Blame:
+        rows = against_peers(rows, self.unit)
+        known = [row for row in rows if not math.isnan(row.share)]
+        top = max(known, key=lambda row: row.share, default=None)
+        culprit: BlamedLayer | None = None
+        causes: tuple[Cause, ...] = ()
+        if top is not None and stands_out(top, known) and self._above_floor(top):
+            descent = Descent(
+                self.shares, self.stage, self.types, self.operations, self.precisions, self.unit
+            )
+            found = descent.into(top, self.kept)
+            rows = _nested(rows, found.rows)
+            culprit, causes = found.culprit, found.causes
+            self.notes += found.notes
+            self.limit += found.more_runs
+        elif self.total and max(before, behind, beside if beside == beside else 0.0) >= LEAST:
+            culprit, more = self._around(rows)
+            rows = [*rows, *more]
+        return self._answer(
+            rows,
+            culprit=culprit,
+            causes=causes,
+            before=before,
+            behind=behind,
+            beside=beside,
+            bisect=bisect,
+        )
+
+    def _above_floor(self, row: BlamedLayer) -> bool:
+        """Whether what a layer adds to the final error is more than a floor run has."""
+        if not self.measured_floor:
+            return True
+        return math.sqrt(max(0.0, row.share)) * self.final_error * AGAINST_FLOOR > self.final_floor
+
+    def _around(self, rows: Sequence[BlamedLayer]) -> tuple[BlamedLayer | None, list[BlamedLayer]]:
+        """The innermost layer around the chain that makes the error in its own code."""
+        looked = []
+        for name in ancestors(self.chain, self.kept):
+            if not self.known.has(name, "input") and not self.known.has(name, "output"):
+                continue
+            row = self.row(name)
+            looked.append(row)
+            self.limit += 2
+            if row.share >= LEAST and row.clear:
+                return row, looked
+        return None, looked
+
+    def _answer(
+        self,
+        rows: Sequence[BlamedLayer],
+        *,
+        culprit: BlamedLayer | None = None,
+        causes: tuple[Cause, ...] = (),
+        before: float = math.nan,
+        behind: float = math.nan,
+        beside: float = math.nan,
+        bisect: bool = False,
+    ) -> Blame:
+        if self.trace.too_large:
+            self.notes.append(
+                "The candidate's own outputs are larger than the budget: amplification is unknown "
+                "for some layers."
+            )
+        if self.known.lent:
+            self.notes.append(
+                f"The reference has no inputs of {len(self.known.lent)} layers; they were taken "
+                "from the outputs that they are. Record it with --inputs to be sure."
+            )
+        shares = [row.share for row in rows if not math.isnan(row.share)]
+        return Blame(
+            reference=self.recording.path,
+            candidate=self._name(),
+            layers=tuple(rows),
+            culprit=None if culprit is None else culprit.layer,
+            share=culprit.share if culprit is not None else max(shares, default=math.nan),
+            final=self.final.layer,
+            final_leaf=self.final.leaf,
+            final_error=self.final_error,
+            final_floor=self.final_floor,
+            before=before,
+            behind=behind,
+            beside=beside,
+            causes=causes,
+            bisect=bisect,
+            forwards=self.stage.runs,
+            limit=self.limit,
+            warnings=tuple(self.warnings),
+            notes=tuple(self.notes),
+        )
+
+    def _name(self) -> str:
+        name = self.target.name or type(self.target.model).__name__
+        return f"{name} ({self.target.mode})" if self.target.mode else name
+
+
+def _target(model: Any, inputs: Any) -> Target:
+    if isinstance(model, Target):
+        if inputs is not None:
+            raise OptionError("A Target has its own inputs. Give the target alone.")
+        target = model
+    else:
+        if inputs is None:
+            raise OptionError(
+                "blame runs the candidate: give the inputs that the reference was recorded with, "
+                "as tap.blame(reference, model, inputs)."
+            )
+        target = Target(model, inputs)
+    if not isinstance(target.model, nn.Module) or isinstance(target.model, torch.jit.ScriptModule):
+        raise OptionError(
+            f"blame puts tensors into layers, which a {type(target.model).__name__} does not let "
+            "us do: it needs an eager torch.nn.Module."
+        )
+    return target
+
+
+def _check_kept(recording: Recording, modules: dict[str, nn.Module], kept: Sequence[str]) -> None:
+    if kept:
+        return
+    here = ", ".join(repr(name) for name in list(modules)[1:4])
+    there = ", ".join(repr(name) for name in recording.layers[:3])
+    if any(name in modules for name in recording.layers):
+        raise OptionError(
+            f"{recording.path} has no tensors of the candidate's layers, only summaries. Record it "
+            "again with --keep tensors --inputs."
+        )
+    raise OptionError(
+        f"No layer of the candidate ({here}, …) is in {recording.path} ({there}, …). Pair them "
+        "with --map 'regex=>template', or give the recording of the same model."
+    )
+
+
+def _final(known: Known, recording: Recording, kept: Sequence[str], wanted: str | None) -> Final:
+    """The layer and leaf whose error is explained."""
+    if wanted is not None:
+        wanted = "" if wanted == "(root)" else wanted
+        if wanted not in kept:
+            recording.resolve(wanted)
+            raise OptionError(f"The candidate has no layer '{wanted}' to take as the final one.")
+        layer = wanted
+    elif "" in kept and _leaf(known, "") is not None:
+        layer = ""
+    else:
+        order = {ours: number for number, ours in enumerate(recording.layers)}
+        named = sorted(kept, key=lambda name: order[known.names[name]])
+        layer = next((n for n in reversed(named) if _leaf(known, n) is not None), named[-1])
+    leaf = _leaf(known, layer)
+    if leaf is None:
+        raise OptionError(
+            f"The output of layer '{layer}' holds no floating-point tensor in {recording.path}: "
+            "there is no error to explain. Name another layer with final= (--final)."
+        )
+    return Final(layer, leaf)
+
+
+def _leaf(known: Known, layer: str) -> str | None:
+    """The first floating-point output, rather one that is no mere number, as a loss is."""
+    records = list(known.at(layer, "output", 0, 0).values())
+    floats = [r for r in records if r.dtype.startswith(("float", "bfloat"))]
+    found = next((r for r in floats if r.shape), floats[0] if floats else None)
+    return None if found is None else found.leaf
+
+
+def _records(known: Known, final: Final) -> list[Record]:
+    found = []
+    for batch in range(known.batches):
+        call = 0
+        while (record := known.at(final.layer, "output", batch, call).get(final.leaf)) is not None:
+            found.append(record)
+            call += 1
+    return found
+
+
+def _size(known: Known, final: Final) -> float:
+    """The squares of the reference's final output."""
+    total = 0.0
+    for record in _records(known, final):
+        tensor = record.tensor()
+        total += float(difference(tensor, tensor, percentiles=False).row.ref_l2) ** 2
+    return total
+
+
+def _floor_error(floor: Recording, known: Known, final: Final) -> float | None:
+    """The floor run's relative error at the final output; None where it lacks it."""
+    name = known.names[final.layer]
+    if name not in floor:
+        return None
+    theirs = {(r.epoch, r.batch, r.call, r.leaf): r for r in floor[name].port("output") if r.stored}
+    error = size = 0.0
+    for record in _records(known, final):
+        other = theirs.get((record.epoch, record.batch, record.call, record.leaf))
+        if other is None or other.shape != record.shape:
+            return None
+        found = measured(record.tensor(), other.tensor())
+        error, size = error + squares(found), size + found.row.ref_l2**2
+    return math.sqrt(error / size) if size else None
+
+
+def _precision(model: nn.Module) -> str | None:
+    """The coarsest precision that a live model computes in."""
+    fast = torch.get_float32_matmul_precision() in ("high", "medium")
+    gpu = not device_of(model).startswith("cpu")
+    return coarsest(describe_module(model)["dtypes"], tf32=gpu and fast)
+
+
+def _nested(rows: Sequence[BlamedLayer], inner: Sequence[BlamedLayer]) -> list[BlamedLayer]:
+    """Children behind the layer that they are inside of; a row that was measured again once."""
+    again = {row.layer: row for row in inner}
+    placed: list[BlamedLayer] = []
+
+    def place(row: BlamedLayer) -> None:
+        placed.append(row)
+        for child in inner:
+            if child.parent == row.layer:
+                place(child)
+
+    for row in rows:
+        if row.parent is None and row.layer in again and again[row.layer].parent is None:
+            row = again[row.layer]
+        place(row)
+    return placed
+
+
+def _quoted(words: Sequence[str]) -> list[str]:
+    return [repr(word) for word in words]

@@ -1,0 +1,215 @@
+"""Shares of the final error: what is left of it with the reference's tensors at a layer.
+
+A share is what is left with the reference's input at the layer, less what is left with its output
+there, over the whole. With the output alone, every layer behind a bug would get the credit of all
+that came before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...taps.patching import leaves_of
+from ..judge import AGAINST_ESTIMATE
+from ..precision import estimated_floor
+from .results import BlamedLayer
+from .stage import CapturedCall, Put, Stage, Watcher, capture, measured
+from .trace import Errors, Trace, first_float
+
+__all__ = ["Baggage", "MadeHere", "Shares"]
+
+
+@dataclass
+class Baggage:
+    """What is kept of the worst layer so far: its calls, and what it makes of good inputs."""
+
+    calls: list[CapturedCall] = field(default_factory=list)
+    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    problem: str = ""
+
+
+class MadeHere:
+    """Watches a layer that runs on the reference's inputs."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.errors = Errors()
+        self.baggage = Baggage()
+        self._inherited = Errors()
+        self._trace = trace
+
+    @property
+    def inherited(self) -> float:
+        """The relative error that its own inputs make in the candidate's run; NaN if unknown."""
+        return self._inherited.error
+
+    def enter(
+        self, stage: Stage, layer: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        counts = self._trace.counts.get((layer, stage.batch, call))
+        if self.baggage.problem or counts is None:
+            return
+        try:
+            self.baggage.calls.append(capture(stage, layer, call, args, kwargs, counts))
+        except Exception as error:  # deepcopy runs the user's code
+            self.baggage.problem = f"its arguments cannot be copied: {type(error).__name__}"
+
+    def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None:
+        own = leaves_of(output)
+        records = stage.known.at(layer, "output", stage.batch, call)
+        for leaf, tensor in own.items():
+            record = records.get(leaf)
+            inexact = tensor.is_floating_point() or tensor.is_complex()
+            if record is not None and inexact and record.shape == tuple(tensor.shape):
+                self.errors.add(leaf, measured(record.tensor(), tensor))
+        before = self._trace.own.get((layer, stage.batch, call))
+        main = first_float(own)
+        if before is not None and main is not None and before.shape == main.shape:
+            self._inherited.add("", measured(main.detach().to("cpu"), before))
+        kept = {leaf: t.detach().to("cpu", copy=True) for leaf, t in own.items() if leaf in records}
+        self.baggage.outputs.append(kept)
+
+
+class Shares:
+    """Measures layers in one stage, and makes no run twice."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        trace: Trace,
+        total: float,
+        *,
+        precisions: tuple[str | None, ...],
+        infer: bool = True,
+        scale: float = 1.0,
+        parent: str | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.stage = stage
+        self.trace = trace
+        self.total = total
+        self._precisions = precisions
+        self._infer = infer
+        self._scale = scale
+        self._parent = parent
+        self._told = told
+        self._left: dict[Put, float] = {}
+        self._made: dict[str, MadeHere] = {}
+        self._ran: set[Put] = set()
+        self._listeners: dict[Put, list[str]] = {}
+
+    def expect(self, layers: Iterable[str]) -> None:
+        """Say which layers will be asked for, so that one run can serve two of them."""
+        for layer in layers:
+            twin = self._twin(layer)
+            if twin is not None:
+                self._listeners.setdefault(twin, []).append(layer)
+
+    def left(self, where: Put) -> float:
+        """The squared error that is left with the reference's tensors at one port."""
+        if where in self._left:
+            return self._left[where]
+        if self._infer and self.trace.no_op(where):
+            self._left[where] = self.total
+            return self.total
+        twin = self._twin(where.layer) if where.port == "input" else None
+        if twin is not None:
+            self._left[where] = self.left(twin)
+            return self._left[where]
+        self._left[where] = self._run(where)
+        return self._left[where]
+
+    def _run(self, where: Put) -> float:
+        hearers = list(self._listeners.get(where, []))
+        if where.port == "input":
+            hearers.append(where.layer)
+        watch: dict[str, Watcher] = {}
+        for layer in hearers:
+            watch[layer] = self._made[layer] = MadeHere(self.trace)
+        left = self.stage.run([where], watch)
+        self._ran.add(where)
+        self._told()
+        return left
+
+    def _twin(self, layer: str) -> Put | None:
+        return self.trace.twin(layer) if self._infer else None
+
+    def share(self, layer: str) -> float:
+        """The layer's share of the squared error in this stage."""
+        if not self.total:
+            return 0.0
+        return (self._before(layer) - self.left(Put(layer, "output"))) / self.total
+
+    def _before(self, layer: str) -> float:
+        where = Put(layer, "input")
+        if not self.stage.known.has(layer, "input"):
+            return self.total
+        return self.left(where)
+
+    def row(self, layer: str, type_name: str, operations: int) -> BlamedLayer:
+        """All that is known of a layer."""
+        share = self.share(layer) * self._scale
+        handed, given = self.trace.inputs[layer], self.trace.outputs[layer]
+        made = self._made.get(layer)
+        known = self.stage.known.has(layer, "input")
+        notes = [
+            self.stage.problems[w]
+            for w in (Put(layer, "input"), Put(layer, "output"))
+            if w in self.stage.problems
+        ]
+        if made is not None:
+            made_here, inherited = made.errors.error, made.inherited
+        elif known and self._parent is None:
+            made_here, inherited = given.error, math.nan  # its inputs are the reference's
+        else:
+            made_here = inherited = math.nan
+        if not known:
+            notes.append("its inputs are not in the reference: what comes before counts as its own")
+        dtypes = given.dtypes
+        floor = (
+            AGAINST_ESTIMATE
+            * estimated_floor(dtypes, self._precisions, max(1, operations), handed.offset)
+            if dtypes
+            else math.nan
+        )
+        return BlamedLayer(
+            layer=layer,
+            type=type_name,
+            made_here=made_here,
+            accumulated=given.error,
+            handed=handed.error,
+            amplification=_ratio(inherited, handed.error),
+            share=share,
+            floor=floor,
+            parent=self._parent,
+            how=self._how(layer),
+            note="; ".join(notes),
+        )
+
+    def baggage(self, layer: str) -> Baggage:
+        """What is kept of a layer on the reference's inputs; runs it so if it has not run yet."""
+        made = self._made.get(layer)
+        if made is None:
+            self._left[Put(layer, "input")] = self._run(Put(layer, "input"))
+            made = self._made[layer]
+        return made.baggage
+
+    def drop(self, layer: str) -> None:
+        """Let go of what was kept of a layer."""
+        made = self._made.get(layer)
+        if made is not None:
+            made.baggage = Baggage(problem="it was let go of")
+
+    def _how(self, layer: str) -> str:
+        if self._scale != 1.0 or self._parent is not None:
+            return "within" if self._parent is not None and not self._infer else "patched"
+        pair = (Put(layer, "input"), Put(layer, "output"))
+        return "patched" if any(where in self._ran for where in pair) else "inferred"
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 and math.isfinite(part) and math.isfinite(whole) else math.nan

@@ -1,0 +1,312 @@
+"""Runs the candidate with the reference's tensors put in at some layers.
+
+What is left of the final error after such a run says who makes it: nothing else is changed, every
+run starts from the same state, and the model is as it was afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ...errors import TapError, TargetError
+from ...numerics.difference import Difference, difference
+from ...recording.schema import Port
+from ...taps.isolation import unchanged
+from ...taps.patching import (
+    cast_like,
+    leaves_of,
+    leaves_of_call,
+    match_leaves,
+    put,
+    put_call,
+    why_not_put,
+)
+from ...targets import Target
+from .reference import Known
+
+__all__ = [
+    "CapturedCall",
+    "Final",
+    "OneLayer",
+    "Put",
+    "Stage",
+    "Watcher",
+    "WholeModel",
+    "capture",
+    "measured",
+    "squares",
+]
+
+# An output that is NaN where the reference is a number has no distance from it, but is wrong: it
+# counts as so many times the reference's size, far more than any number of finite errors.
+_NOT_FINITE = 1e3
+
+
+class Put(NamedTuple):
+    """The reference's tensors stand at one port of a layer."""
+
+    layer: str
+    port: Port
+
+
+@dataclass(frozen=True)
+class Final:
+    """The output whose error is to be explained."""
+
+    layer: str
+    leaf: str
+
+
+class Watcher(Protocol):
+    """Sees the calls of a layer in a run, before its output is replaced."""
+
+    def enter(
+        self,
+        stage: Stage,
+        layer: str,
+        call: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None: ...
+
+    def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None: ...
+
+
+def measured(reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
+    """The difference of two tensors, wherever they are, without percentiles."""
+    return difference(reference, candidate.detach().to("cpu"), percentiles=False)
+
+
+def squares(found: Difference) -> float:
+    """The squared error in all; a value that is no number counts as a large one."""
+    size = found.row.ref_l2 / math.sqrt(found.finite) if found.finite else 0.0
+    return float(found.row.d_l2**2 + found.disagreeing * (_NOT_FINITE * (size or 1.0)) ** 2)
+
+
+@dataclass(eq=False)
+class Stage:
+    """Something that can be run, with layers inside that tensors can be put at."""
+
+    known: Known
+    modules: Mapping[str, nn.Module]
+    final: Final
+    runs: int = 0
+    batch: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    problems: dict[Put, str] = field(default_factory=dict)
+    _left: float = 0.0
+    _measured: int = 0
+
+    def run(self, puts: Sequence[Put] = (), watch: Mapping[str, Watcher] | None = None) -> float:
+        """One run over all batches: the squared error that is left at the final output."""
+        self.runs += 1
+        self._left, self._measured = 0.0, 0
+        with self._hooked(set(puts), watch or {}):
+            self._play()
+        if not self._measured:
+            raise TapError(
+                f"The output {self.final.leaf or ''} of layer '{self.final.layer}' never came in a "
+                "run of the candidate, so there is no final error to explain."
+            )
+        return self._left
+
+    def _play(self) -> None:
+        raise NotImplementedError
+
+    # Putting tensors in.
+
+    def replacements(
+        self, module: nn.Module, where: Put, call: int, own: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The reference's tensors for these leaves, cast; what does not fit is noted."""
+        records = self.known.at(where.layer, where.port, self.batch, call)
+        if where.port == "input":
+            names = match_leaves(module, own, records)
+        else:
+            names = {leaf: leaf for leaf in own if leaf in records}
+        found = {}
+        for leaf, theirs in names.items():
+            reference = records[theirs].tensor()
+            reason = why_not_put(reference, own[leaf])
+            if reason:
+                self.problems.setdefault(where, f"{leaf or where.port} was left alone: {reason}")
+            else:
+                found[leaf] = cast_like(reference, own[leaf])
+        return found
+
+    @contextlib.contextmanager
+    def _hooked(self, puts: set[Put], watch: Mapping[str, Watcher]) -> Iterator[None]:
+        names = dict.fromkeys([*(p.layer for p in puts), *watch, self.final.layer])
+        handles = []
+        try:
+            for name in names:
+                module, stack = self.modules[name], list[int]()
+                handles += [
+                    module.register_forward_pre_hook(
+                        self._before(name, stack, puts, watch.get(name)), with_kwargs=True
+                    ),
+                    module.register_forward_hook(
+                        self._after(name, stack, puts, watch.get(name)), with_kwargs=True
+                    ),
+                ]
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(
+        self, name: str, stack: list[int], puts: set[Put], watcher: Watcher | None
+    ) -> Callable[..., Any]:
+        where = Put(name, "input")
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = self.calls[name]
+            self.calls[name] += 1
+            stack.append(call)
+            if where in puts:
+                own = leaves_of_call(module, args, kwargs)
+                leaves = self.replacements(module, where, call, own)
+                args, kwargs = put_call(module, args, kwargs, leaves)
+            if watcher is not None:
+                watcher.enter(self, name, call, args, kwargs)
+            return args, kwargs
+
+        return hook
+
+    def _after(
+        self, name: str, stack: list[int], puts: set[Put], watcher: Watcher | None
+    ) -> Callable[..., Any]:
+        where = Put(name, "output")
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            call = stack.pop()
+            if watcher is not None:
+                watcher.leave(self, name, call, output)
+            if where in puts:
+                leaves = self.replacements(module, where, call, leaves_of(output))
+                output = put(output, leaves)
+            if name == self.final.layer:
+                self._measure(call, output)
+            return output
+
+        return hook
+
+    def _measure(self, call: int, output: Any) -> None:
+        record = self.known.at(self.final.layer, "output", self.batch, call).get(self.final.leaf)
+        own = leaves_of(output).get(self.final.leaf)
+        if record is None or own is None:
+            return
+        if tuple(own.shape) != record.shape:
+            raise TapError(
+                f"The final output, {record.where()}, has the shape {list(record.shape)} in the "
+                f"reference and {list(own.shape)} in the candidate: they cannot be compared. Run "
+                "the candidate on the inputs that the reference was recorded with."
+            )
+        self._left += squares(measured(record.tensor(), own))
+        self._measured += 1
+
+
+@dataclass(eq=False)
+class WholeModel(Stage):
+    """The candidate on its inputs."""
+
+    target: Target = None  # type: ignore[assignment]
+
+    def _play(self) -> None:
+        with unchanged(self.target.model), torch.compiler.set_stance("force_eager"):
+            for number, batch in enumerate(self.target.batches[: self.known.batches]):
+                self.batch = number
+                self.calls.clear()
+                try:
+                    self.target(copy.deepcopy(batch))
+                except TapError:
+                    raise
+                except Exception as error:  # whatever a user's model raises
+                    lines = str(error).strip().splitlines() or ["no message"]
+                    raise TargetError(
+                        f"The model failed in batch {number}: {type(error).__name__}: {lines[0]}"
+                    ) from error
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """All that a call of a layer needs besides the reference's tensors."""
+
+    batch: int
+    call: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    calls: dict[str, int]
+    random: torch.Tensor
+
+
+@dataclass(eq=False)
+class OneLayer(Stage):
+    """One layer run alone on the reference's inputs, in the calls that were captured."""
+
+    layer: str = ""
+    captured: Sequence[CapturedCall] = ()
+
+    def _play(self) -> None:
+        module = self.modules[self.layer]
+        where = Put(self.layer, "input")
+        with unchanged(module), torch.compiler.set_stance("force_eager"):
+            for captured in self.captured:
+                self.batch = captured.batch
+                self.calls = Counter(captured.calls)
+                args, kwargs = copy.deepcopy((captured.args, captured.kwargs))
+                leaves = self._inputs(module, where, captured.call, args, kwargs)
+                args, kwargs = put_call(module, args, kwargs, leaves)
+                torch.set_rng_state(captured.random)
+                module(*args, **kwargs)
+
+    def _inputs(
+        self,
+        module: nn.Module,
+        where: Put,
+        call: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> dict[str, torch.Tensor]:
+        own = leaves_of_call(module, args, kwargs)
+        records = self.known.at(where.layer, "input", self.batch, call)
+        names = match_leaves(module, own, records)
+        return {
+            leaf: cast_like(records[name].tensor(), own[leaf])
+            for leaf, name in names.items()
+            if own[leaf].shape == (0,)  # what `capture` left out
+        }
+
+
+def capture(
+    stage: Stage,
+    layer: str,
+    call: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    calls: Mapping[str, int],
+) -> CapturedCall:
+    """Keep a call for later; tensors that the reference has are left out but for their kind.
+
+    `calls` is how often each layer has been called in this batch before.
+    """
+    module = stage.modules[layer]
+    own = leaves_of_call(module, args, kwargs)
+    records = stage.known.at(layer, "input", stage.batch, call)
+    empty = {
+        leaf: own[leaf].new_empty(0)
+        for leaf, name in match_leaves(module, own, records).items()
+        if not why_not_put(records[name].tensor(), own[leaf])
+    }
+    args, kwargs = copy.deepcopy(put_call(module, args, kwargs, empty))
+    counts = {**calls, layer: call}
+    return CapturedCall(stage.batch, call, args, kwargs, counts, torch.get_rng_state())

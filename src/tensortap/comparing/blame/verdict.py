@@ -1,0 +1,54 @@
+"""When a layer may be called the culprit: a false blame costs a person days."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .levels import contains
+from .results import BlamedLayer
+
+__all__ = ["LEAST", "MOST", "against_peers", "rivals", "stands_out"]
+
+LEAST = 0.5  # of the squared final error
+_NEXT = 0.75  # of the culprit's share: a second layer above it makes neither of them the one
+_PEERS = 2
+_AGAINST_PEERS = 3.0
+MOST = 1.2  # one layer alone makes at most all of it: with more, two of them hide each other
+
+
+def rivals(row: BlamedLayer, others: Sequence[BlamedLayer]) -> list[BlamedLayer]:
+    """The layers that are neither inside a layer nor around it, the largest share first."""
+    apart = [
+        other
+        for other in others
+        if not contains(row.layer, other.layer)
+        and not contains(other.layer, row.layer)
+        and not math.isnan(other.share)
+    ]
+    return sorted(apart, key=lambda other: -other.share)
+
+
+def against_peers(rows: Sequence[BlamedLayer], unit: float) -> list[BlamedLayer]:
+    """What rounding explains, where layers of one type show it better than an estimate does.
+
+    `unit` is the coarser precision's: layers that make less than it could tell nothing.
+    """
+    judged = []
+    for row in rows:
+        peers = [p.made_here for p in rows if p.type == row.type and p is not row]
+        peers = [made for made in peers if math.isfinite(made)]
+        most = max(peers, default=0.0)
+        if len(peers) >= _PEERS and most >= unit / 4:
+            row = replace(row, floor=min(row.floor, _AGAINST_PEERS * most))
+        judged.append(row)
+    return judged
+
+
+def stands_out(row: BlamedLayer, others: Sequence[BlamedLayer]) -> bool:
+    """Whether a layer makes half of the error, and much more than any other."""
+    if not LEAST <= row.share <= MOST:
+        return False
+    next_ones = rivals(row, others)
+    return not next_ones or next_ones[0].share < _NEXT * row.share
