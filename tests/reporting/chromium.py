@@ -42,6 +42,38 @@ _FLAGS = (
 )
 
 
+# What is wider than the room it has: it would be cut, or push the page apart.
+TOO_WIDE = """[...document.querySelectorAll('.inside, .inside *')]
+  .filter(e => e.checkVisibility() && e.getBoundingClientRect().right > innerWidth)
+  .map(e => e.outerHTML.slice(0, 200))"""
+
+# Text against the nearest painted background behind it, as WCAG 2 counts it.
+POOR_CONTRAST = """(() => {
+  const parse = (colour) => {
+    const parts = colour.match(/[\\d.]+/g).map(Number);
+    return parts.length < 4 ? [...parts, 1] : parts;
+  };
+  const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = (c) => [.2126, .7152, .0722].reduce((s, w, i) => s + w * linear(c[i] / 255), 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const colour = parse(getComputedStyle(e).backgroundColor);
+      if (colour[3] > .9) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  for (const e of document.querySelectorAll('body *')) {
+    if (!e.checkVisibility() || e.closest('svg')) continue;
+    if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
+    const [a, b] = [parse(getComputedStyle(e).color), behind(e)].map(light);
+    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+    if (ratio < 4.5) poor.push([e.textContent.slice(0, 40), ratio.toFixed(2)]);
+  }
+  return poor;
+})()"""
+
+
 class BrowserError(Exception):
     """The browser did not do what it was asked, or not in time."""
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import chromium
 import pytest
 import torch
+from chromium import POOR_CONTRAST, TOO_WIDE
 from test_page import HOSTILE, layer, messy, part
 
 import tensortap as tap
@@ -17,70 +16,6 @@ from support import Net
 from tensortap.comparing.results import Comparison
 
 PLANTED = "blocks.1.up"
-
-# What is wider than the room it has: it would be cut, or push the page apart.
-TOO_WIDE = """[...document.querySelectorAll('.inside, .inside *')]
-  .filter(e => e.checkVisibility() && e.getBoundingClientRect().right > innerWidth)
-  .map(e => e.outerHTML.slice(0, 200))"""
-
-# Text against the nearest painted background behind it, as WCAG 2 counts it.
-POOR_CONTRAST = """(() => {
-  const parse = (colour) => {
-    const parts = colour.match(/[\\d.]+/g).map(Number);
-    return parts.length < 4 ? [...parts, 1] : parts;
-  };
-  const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
-  const light = (c) => [.2126, .7152, .0722].reduce((s, w, i) => s + w * linear(c[i] / 255), 0);
-  const behind = (e) => {
-    for (; e; e = e.parentElement) {
-      const colour = parse(getComputedStyle(e).backgroundColor);
-      if (colour[3] > .9) return colour;
-    }
-    return [255, 255, 255];
-  };
-  const poor = [];
-  for (const e of document.querySelectorAll('body *')) {
-    if (!e.checkVisibility() || e.closest('svg')) continue;
-    if (![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim())) continue;
-    const [a, b] = [parse(getComputedStyle(e).color), behind(e)].map(light);
-    const ratio = (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
-    if (ratio < 4.5) poor.push([e.textContent.slice(0, 40), ratio.toFixed(2)]);
-  }
-  return poor;
-})()"""
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[chromium.Chromium]:
-    executable = chromium.find()
-    if executable is None:
-        reason = "no Chromium on this machine (apt-get install chromium)"
-        if os.environ.get(chromium.REQUIRED) == "1":
-            pytest.fail(f"{chromium.REQUIRED}=1, but there is {reason}")
-        pytest.skip(reason)
-    with chromium.browser(executable) as browser:
-        yield browser
-
-
-@pytest.fixture
-def show(running: chromium.Chromium, tmp_path: Path) -> Iterator[Callable[..., chromium.Page]]:
-    """Open a comparison's page; afterwards it must have asked for nothing and said nothing."""
-    opened = []
-
-    def open_page(comparison: Comparison, width: int = 1400, dark: bool = False) -> chromium.Page:
-        path = tmp_path / f"page{len(opened)}.html"
-        comparison.to_html(path)
-        page = running.page()
-        page.look(width, 900, dark=dark)
-        page.open(path)
-        opened.append((page, path))
-        return page
-
-    yield open_page
-    for page, path in opened:
-        page.settle()
-        assert page.complaints == []
-        assert page.requests == [path.resolve().as_uri()]
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ class Row:
             return ""
         parts = [_HOW.get(self.layer.how, ""), text.clean(self.layer.note).rstrip(".")]
         if not self.layer.clear and self.layer.made_here > 0:
-            parts.insert(0, "no more than rounding")
+            parts.insert(0, "rounding")
         return "; ".join(part for part in parts if part)
 
 
