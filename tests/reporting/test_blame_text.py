@@ -53,7 +53,8 @@ def test_the_answer_comes_first_then_the_causes_then_the_layers() -> None:
 def test_children_stand_indented_below_their_parent_and_the_culprit_is_marked() -> None:
     lines = str(blames.planted()).splitlines()
     head = next(at for at, line in enumerate(lines) if line.strip().startswith("layer"))
-    names = [line[1:25].rstrip() for line in lines[head + 2 : head + 18]]
+    width = lines[head].index("type")
+    names = [line[1:width].rstrip() for line in lines[head + 2 : head + 17]]
     assert names[3:13] == [
         "  blocks.3",
         "  blocks.4",
@@ -66,7 +67,6 @@ def test_children_stand_indented_below_their_parent_and_the_culprit_is_marked() 
         "      .down",
         "  blocks.5",
     ]
-    assert names[-1] == "  (behind the last layer)"[: len(names[-1])]
     marked = [line for line in lines if line.startswith("►")]
     assert len(marked) == 1 and ".down" in marked[0]
     assert "96.4 %" in marked[0] and "█████████▋" in marked[0] and "within its block" in marked[0]
@@ -119,11 +119,15 @@ def test_what_is_shown_of_a_long_model_stands_below_what_holds_it() -> None:
 
 def test_no_row_is_lost_or_doubled_whatever_the_parents_say() -> None:
     rows = rows_of(blames.messy(), full_names=True)
-    named = [row.layer.layer for row in rows if row.layer is not None]
+    named = [row.layer.layer for row in rows]
     assert sorted(named) == sorted(row.layer for row in blames.messy().layers)
-    outside = [row.name for row in rows if row.layer is None]
-    assert outside == ["(before the first layer)", "(behind the last layer)", "(beside the layers)"]
-    assert [row.share for row in rows if row.layer is None] == [-0.1, 0.2, 0.3]
+
+
+def test_what_comes_in_outside_the_chain_is_said() -> None:
+    assert "Outside the chain of layers: 1.8 % behind its last one." in str(blames.planted())
+    shown = str(blames.messy())
+    assert "-10.0 % before its first layer, 20.0 % behind its last one, 30.0 % beside it" in shown
+    assert "Outside" not in str(blames.even())
 
 
 def test_hostile_names_drive_no_terminal_and_undefined_numbers_are_dashes() -> None:

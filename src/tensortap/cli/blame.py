@@ -18,7 +18,7 @@ from .common import (
     print_json,
     print_notes,
 )
-from .compare import DIFFERS, FloorOption
+from .compare import DIFFERS, FloorOption, MapOption
 from .targeting import (
     DeviceOption,
     DtypeOption,
@@ -59,6 +59,7 @@ def blame(
         ),
     ] = None,
     floor: FloorOption = None,
+    maps: MapOption = None,
     mode: ModeOption = None,
     seq_len: SeqLenOption = None,
     samples: SamplesOption = None,
@@ -101,6 +102,7 @@ trouble."""
             bisect=bisect,
             final=final,
             floor=floor,
+            map=maps or (),
             progress=advance,
         )
     if html is not None:

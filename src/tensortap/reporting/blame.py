@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import text
-from .blame_rows import Row, amplification, cost, final_words, most_telling, percent, rows_of
+from .blame_rows import (
+    Row,
+    amplification,
+    cost,
+    final_words,
+    most_telling,
+    outside,
+    percent,
+    rows_of,
+)
 from .console import plain, print_table, table, written
 
 if TYPE_CHECKING:
@@ -100,7 +109,7 @@ def _fitted(rows: Sequence[Row], width: int | None) -> tuple[Table, list[str]]:
         dropped.append(least[0].title)
     made = table(*((c.title, c.justify) for c, _ in columns), folds=tuple(_NARROW))
     for at, row in enumerate(rows):
-        style = "bold red" if row.culprit else "" if row.layer is not None else "dim"
+        style = "bold red" if row.culprit else ""
         cells: list[Any] = []
         for column, words in columns:
             if column.title in ("", "layer", "share"):
@@ -137,6 +146,8 @@ def print_blame(console: Console, blame: Blame, *, full: bool = False, notes: bo
     if blame.layers:
         console.print()
         _print_layers(console, blame, full)
+    if outside(blame):
+        console.print(outside(blame), style="dim")
     console.print(cost(blame).capitalize() + ".", style="dim")
     for warning in blame.warnings:
         console.print(f"warning: {text.clean(warning)}", style="bold yellow")

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import text
-from .blame_rows import Row, amplification, cost, final_words, most_telling, percent, rows_of
+from .blame_rows import (
+    Row,
+    amplification,
+    cost,
+    final_words,
+    most_telling,
+    outside,
+    percent,
+    rows_of,
+)
 from .page.shell import (
     as_json,
     assembled,
@@ -68,7 +77,14 @@ def render_blame_page(blame: Blame) -> str:
         "descent": _descent_html(rows, path),
         "table": _table_html(rows, path),
         "foot": _foot_html(blame),
-        "data": as_json({"metrics": [], "statistics": [], "layers": _payload(rows, path)}),
+        "data": as_json(
+            {
+                "metrics": [],
+                "statistics": [],
+                "outside": outside(blame),
+                "layers": _payload(rows, path),
+            }
+        ),
     }
     return assembled("blame.html", parts, styles=("page.css", "blame.css"), scripts=_SCRIPTS)
 
@@ -139,21 +155,21 @@ def _payload(rows: Sequence[Row], path: set[int]) -> list[dict[str, Any]]:
             "amplification": short(row.value("amplification")),
             "floor": short(row.value("floor")),
             "path": at in path,
-            "outside": row.layer is None,
         }
         made.append({name: v for name, v in told.items() if v or (v == 0 and v is not False)})
     return made
 
 
-def _bar_html(share: float, low: float, high: float, kind: str) -> str:
+def _bar_html(share: float, low: float, high: float, on_path: bool) -> str:
     """A share as a bar on a track from `low` to `high`; no script, no style attribute."""
     if not math.isfinite(share):
         return ""
     left, right = sorted((min(max(share, low), high), 0.0))
     x, width = 100 * (left - low) / (high - low), 100 * (right - left) / (high - low)
+    kind = "share path" if on_path else "share"
     return (
         '<svg class="shares" aria-hidden="true"><rect class="track" width="100%" height="100%"/>'
-        f'<rect class="share {kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"/></svg>'
+        f'<rect class="{kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"/></svg>'
     )
 
 
@@ -161,10 +177,6 @@ def _span(rows: Iterable[Row]) -> tuple[float, float]:
     """From where to where the bars of these rows go: all of 100 %, and some beyond."""
     shares = [row.share for row in rows if math.isfinite(row.share)]
     return max(_LOW, min([0.0, *shares])), min(_HIGH, max([1.0, *shares]))
-
-
-def _kind(row: Row, on_path: bool) -> str:
-    return "path" if on_path else "outside" if row.layer is None else ""
 
 
 def _dotted(name: str) -> str:
@@ -183,7 +195,7 @@ def _descent_html(rows: Sequence[Row], path: set[int]) -> str:
         f'<li class="{"path" if at in path else ""}"><span class="who depth{_depth(row)}">'
         f"<code>{_dotted(row.name)}</code>"
         f"{_TAG if row.culprit else ''}</span>"
-        f"<span>{_bar_html(row.share, low, high, _kind(row, at in path))}</span>"
+        f"<span>{_bar_html(row.share, low, high, at in path)}</span>"
         f'<span class="n">{said(percent(row.share))}</span></li>'
         for at, row in shown
     )
@@ -208,7 +220,7 @@ def _table_html(rows: Sequence[Row], path: set[int]) -> str:
         if name not in empty
     )
     body = "".join(
-        _row_html(at, row, empty, _bar_html(row.share, low, high, _kind(row, at in path)))
+        _row_html(at, row, empty, _bar_html(row.share, low, high, at in path))
         for at, row in enumerate(rows)
     )
     return (
@@ -224,7 +236,6 @@ def _right(name: str) -> str:
 
 
 def _row_html(at: int, row: Row, empty: set[str], bar: str) -> str:
-    kinds = ["row", "first" if row.culprit else "", "outside" if row.layer is None else ""]
     numbers = [*_cells(row), text.number(row.value("floor"), 3)]
     columns = ("made", "accumulated", "handed", "amplification", "floor")
     cells = "".join(
@@ -238,7 +249,7 @@ def _row_html(at: int, row: Row, empty: set[str], bar: str) -> str:
     ]
     culprit = ' <span class="unseen">(the culprit)</span>' if row.culprit else ""
     return (
-        f'<tr class="{" ".join(filter(None, kinds))}" data-row="{at}">'
+        f'<tr class="row{" first" if row.culprit else ""}" data-row="{at}">'
         f'<td class="n" data-column="order">{at + 1}</td>'
         f'<th scope="row"><div class="indent depth{_depth(row)}">{_dotted(row.name)}{culprit}</div>'
         f'</th><td class="part" data-column="share"><div><span>{said(percent(row.share))}</span>'
@@ -253,6 +264,7 @@ def _foot_html(blame: Blame) -> str:
         "reference": blame.reference,
         "candidate": blame.candidate,
         "final error": _final(blame),
+        "outside the chain": outside(blame).partition(": ")[2],
         "cost": cost(blame) + (", by bisection" if blame.bisect else ""),
         "made by": f"tensortap {tensortap.__version__}",
     }

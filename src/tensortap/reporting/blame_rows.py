@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,36 +12,47 @@ from . import text
 if TYPE_CHECKING:
     from ..comparing.blame.results import Blame, BlamedLayer
 
-__all__ = ["Row", "amplification", "cost", "final_words", "most_telling", "percent", "rows_of"]
+__all__ = [
+    "Row",
+    "amplification",
+    "cost",
+    "final_words",
+    "most_telling",
+    "outside",
+    "percent",
+    "rows_of",
+]
 
 _HOW = {"within": "within its block", "inferred": "inferred"}
-_LEAST = 0.0005  # of the final error: less is no row for what runs outside the layers
+_LEAST = 0.0005  # of the final error: less is said as that
+_WORTH = 0.005  # of it, for what is outside the chain to be said
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line: a layer at a depth, or (`layer` is None) what runs before, behind or beside."""
+    """One line: a layer at its depth, `parent` the number of the row above it."""
 
     name: str
-    layer: BlamedLayer | None
+    layer: BlamedLayer
     depth: int = 0
-    share: float = math.nan
     culprit: bool = False
     parent: int | None = None
 
     def value(self, name: str) -> float:
         """A number of the layer by its name."""
-        return math.nan if self.layer is None else float(getattr(self.layer, name))
+        return float(getattr(self.layer, name))
+
+    @property
+    def share(self) -> float:
+        return self.layer.share
 
     @property
     def type(self) -> str:
-        return "" if self.layer is None else text.clean(self.layer.type)
+        return text.clean(self.layer.type)
 
     @property
     def note(self) -> str:
         """What is to be said beside the numbers, where they are not plain."""
-        if self.layer is None:
-            return ""
         parts = [_HOW.get(self.layer.how, ""), text.clean(self.layer.note).rstrip(".")]
         if not self.layer.clear and self.layer.made_here > 0:
             parts.insert(0, "rounding")
@@ -49,11 +60,11 @@ class Row:
 
 
 def rows_of(blame: Blame, *, full_names: bool = False) -> list[Row]:
-    """Every layer in order of execution, children below their parent, and what is no layer's.
+    """Every layer in order of execution, children below their parent.
 
     A child's name stands without its parent's, as `.down`, unless `full_names`.
     """
-    rows = [*_outside("before the first layer", blame.before)]
+    rows: list[Row] = []
     children: dict[str | None, list[BlamedLayer]] = {}
     known = {layer.layer for layer in blame.layers}
     for layer in blame.layers:
@@ -69,19 +80,12 @@ def rows_of(blame: Blame, *, full_names: bool = False) -> list[Row]:
             above = layer.parent if depth else None
             name = text.layer_name(layer.layer if full_names else _below(layer.layer, above))
             is_culprit = blame.culprit is not None and layer.layer == blame.culprit
-            rows.append(Row(name, layer, depth, layer.share, is_culprit, parent))
+            rows.append(Row(name, layer, depth, is_culprit, parent))
             add(children.get(layer.layer, ()), depth + 1, len(rows) - 1)
 
     add(children.get(None, ()), 0, None)
     add([layer for layer in blame.layers if id(layer) not in seen], 0, None)
-    rows += _outside("behind the last layer", blame.behind)
-    rows += _outside("beside the layers", blame.beside)
     return rows
-
-
-def _outside(words: str, share: float) -> Iterator[Row]:
-    if abs(share) >= _LEAST:
-        yield Row(f"({words})", None, share=share)
 
 
 def _below(layer: str, parent: str | None) -> str:
@@ -134,3 +138,14 @@ def final_words(blame: Blame) -> str:
     if not math.isnan(blame.final_floor):
         error += f" (rounding explains {text.number(blame.final_floor, 3)})"
     return text.clean(f"{error} at the output{blame.final_leaf} of {layer}")
+
+
+def outside(blame: Blame) -> str:
+    """What comes in outside the chain of layers; empty where nothing to speak of does."""
+    places = (
+        (blame.before, "before its first layer"),
+        (blame.behind, "behind its last one"),
+        (blame.beside, "beside it, by other ways than from layer to layer"),
+    )
+    told = [f"{percent(share)} {where}" for share, where in places if abs(share) >= _WORTH]
+    return f"Outside the chain of layers: {', '.join(told)}." if told else ""

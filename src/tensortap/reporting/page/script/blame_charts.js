@@ -1,6 +1,6 @@
 // Two charts over the same layers: who makes the final error, and what is made or handed on.
 const LEFT = 58, RIGHT = 18, TOP = 26, BOTTOM = 30, BAND = 20;
-const slots = rows.filter((row) => !row.depth && row.layer !== "(beside the layers)");
+const slots = rows.filter((row) => !row.depth);
 const charts = { focus: Math.max(0, slots.findIndex((row) => row.path)), marks: [] };
 const share = (row) => value(row.share);
 const percent = (number) => (defined(number) ? (Math.abs(number) >= 10 ? (number < 0 ? "<−" : ">") + "1000" : text(100 * number, 3)) + " %" : "-");
@@ -19,29 +19,27 @@ function words(row) {
   return said.join(", ");
 }
 
-// Names where there is room for all, else what tells them apart, else some of that.
+// Whole names where there is room for all, else what tells them apart, as many as fit.
 function namesOf(wide) {
-  const inner = slots.filter((row) => !row.outside).map((row) => row.layer);
-  const parts = inner.map((name) => name.split("."));
-  const least = Math.min(...parts.map((each) => each.length));
+  const parts = slots.map((row) => row.layer.split(".")), least = parts.reduce((few, each) => Math.min(few, each.length), Infinity);
   let same = 0;
   while (same < least - 1 && parts.every((each) => each[same] === parts[0][same])) same += 1;
-  const brief = (row) => (row.outside ? row.layer.slice(1, 7) : row.layer.split(".").slice(same).join("."));
-  const fits = (names, every) => names.every((name) => name.length * 6.6 + 8 <= wide * every);
-  const full = slots.map((row) => (row.outside ? brief(row) : row.layer)), short = slots.map(brief);
-  if (fits(full, 1)) return [full, 1];
-  const every = [1, 2, 4, 5, 10, 20, 25, 50, 100, 200, 500].find((step) => fits(short, step));
-  if (every) return [short, every];
-  return [slots.map((_, at) => String(at + 1)), Math.max(1, Math.ceil(36 / wide))];
+  const full = slots.map((row) => row.layer), brief = parts.map((each) => each.slice(same).join("."));
+  const fits = (names) => names.every((name) => room(name) <= wide);
+  return fits(full) ? full : fits(brief) ? brief : parts.map((each) => each[each.length - 1]);
 }
+const room = (name) => [...name].reduce((sum, letter) => sum + (letter > "\u2e80" ? 12 : 6.8), 8);
 
 function frame(svg, height) {
   const width = svg.clientWidth || 900, tall = svg.clientHeight || height, wide = (width - LEFT - RIGHT) / slots.length;
   svg.setAttribute("viewBox", `0 0 ${width} ${tall}`);
   const x = (at) => LEFT + wide * (at + 0.5), axis = draw("g", { class: "axis", "aria-hidden": "true" });
-  const [names, every] = namesOf(wide);
-  names.forEach((name, at) => {
-    if (at % every === 0) axis.append(draw("text", { x: x(at), y: tall - BOTTOM + 18, "text-anchor": "middle" }, name));
+  let taken = 0; // from left to right, what is not in the way of the one before
+  namesOf(wide).forEach((name, at) => {
+    const half = room(name) / 2, left = x(at) - half;
+    if (left < taken || x(at) + half > width) return;
+    taken = x(at) + half;
+    axis.append(draw("text", { x: x(at), y: tall - BOTTOM + 18, "text-anchor": "middle" }, name));
   });
   return { width, tall, wide, x, axis };
 }
@@ -56,7 +54,7 @@ function drawShares() {
   if (HIGH > 0.5) lines.append(draw("line", { class: "half", x1: LEFT, x2: width - RIGHT, y1: half, y2: half }));
   const thick = Math.max(Math.min(wide * 0.7, 46), 1), most = known.reduce((a, b) => Math.max(a, Math.abs(b)), 0);
   const bars = slots.map((row, at) => {
-    const size = share(row), kind = row.path ? " path" : row.outside ? " outside" : "", inside = [column(at, x, wide, tall)];
+    const size = share(row), kind = row.path ? " path" : "", inside = [column(at, x, wide, tall)];
     if (!defined(size)) inside.push(draw("text", { class: "unknown", x: x(at), y: y(0) - 5, "text-anchor": "middle" }, wide > 10 ? "?" : ""));
     else {
       const top = Math.min(y(size), y(0)), high = Math.max(Math.abs(y(size) - y(0)), size ? 1.5 : 0);
@@ -145,6 +143,7 @@ function buildCharts() {
   const said = [HIGH > 0.5 ? "Dashed: half of the error, what a culprit makes at least." : `The axis ends at ${percent(HIGH)}: a culprit would make at least half of the error.`], unknown = slots.length - known.length;
   if (known.some((size) => size < LOW || size > HIGH)) said.push("A bar with a cut goes on beyond the edge.");
   if (unknown) said.push(`${whole(unknown)} ${unknown === 1 ? "layer has" : "layers have"} no share (?).`);
+  if (data.outside) said.push(data.outside);
   $("key").textContent = said.join(" ");
   if (slots.some((row) => placed(value(row.floor)) && placed(value(row.made)))) $("floor_key").textContent = "; dashed: what rounding explains of what is made here";
   let last = 0;
