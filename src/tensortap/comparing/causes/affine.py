@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from .fits import Fit, factor_words, number_words, range_words, ranges
-from .pairs import Floats, Pairs, Sums
+from .fits import Fit, Floats, factor_words, number_words, range_words, ranges
+from .pairs import Pairs, Sums
 
 __all__ = ["affine", "bias", "factor", "factors", "shift", "sign", "signs"]
 
@@ -111,16 +111,17 @@ def bias(pairs: Pairs) -> list[Fit]:
             continue
         left, b = _least(s.dd, s.d, s.n)
         rest = float(left.sum()) / pairs.energy
+        adjusted = pairs.adjusted(rest, len(b))
+        if adjusted > _MANY + pairs.noise:
+            continue
         name = pairs.axes[axis]
         about = "the same in all tokens (a bias missing, doubled or another)"
         if name != "channel":
             about = "the same in all else"
-        text = f"a constant for each {name}, {about}: {range_words(b.tolist())}"
+        text = f"a constant for each {name}, {about}: {range_words(b)}"
         details = {"axis": axis, "per": name, "constants": b[:256].tolist()}
         cost = 3.0 if name == "channel" else 3.5
-        found.append(
-            Fit("bias", rest, pairs.adjusted(rest, len(b)), text, cost, _MANY, details=details)
-        )
+        found.append(Fit("bias", rest, adjusted, text, cost, _MANY, details=details))
     return found
 
 
@@ -142,9 +143,11 @@ def _factors(pairs: Pairs, s: Sums, name: str) -> Fit | None:
     left, gain = _least(s.dd, s.dr, s.rr)
     rest = float(left.sum()) / pairs.energy
     values = 1 + gain[s.rr > 0]
-    text = f"a factor for each {name}: {range_words(values.tolist(), factor_words)}"
-    details = {"per": name, "count": len(values), "factors": values[:256].tolist()}
     adjusted = pairs.adjusted(_believed(rest, pairs), len(values))
+    if adjusted > _MANY + pairs.noise:
+        return None
+    text = f"a factor for each {name}: {range_words(values, factor_words)}"
+    details = {"per": name, "count": len(values), "factors": values[:256].tolist()}
     return Fit("factors", rest, adjusted, text, 3.0, _MANY, details=details)
 
 

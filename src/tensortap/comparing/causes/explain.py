@@ -63,13 +63,18 @@ def explain(
 
 
 def _fits(pairs: Pairs) -> Iterator[Fit]:
-    """What was done to the whole tensor."""
-    single = (factor, shift, affine, sign, residual, skipped, saturation, transpose)
-    for hypothesis in (*single, offset, offset_of_added, rounding, grid):
+    """What was done to the whole tensor, from the simplest hypothesis on.
+
+    Once one leaves nothing, those that ask for more belief have nothing to add.
+    """
+    single = (factor, shift, residual, skipped, rounding, offset, offset_of_added, saturation)
+    for hypothesis in (*single, grid, sign, transpose, affine):
         fit = hypothesis(pairs)
         if fit is not None:
             yield fit
-    for several in (bias, factors, orders):
+            if _rest(fit, pairs) <= _NOTHING and not fit.place:
+                return
+    for several in (orders, bias, factors):
         yield from several(pairs)
 
 

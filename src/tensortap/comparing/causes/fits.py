@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["EXACT", "Fit", "factor_words", "number_words", "range_words", "ranges"]
+import numpy as np
 
-# What counts as nothing: squared errors of float64 arithmetic, relative to the error itself.
-EXACT = 1e-9
+__all__ = ["Fit", "Floats", "factor_words", "number_words", "range_words", "ranges"]
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ def factor_words(value: float) -> str:
     return number_words(value) if digits == 4 else f"{value:.{digits}f}".rstrip("0").rstrip(".")
 
 
-def range_words(values: Sequence[float], words: Callable[[float], str] = number_words) -> str:
+def range_words(values: Floats, words: Callable[[float], str] = number_words) -> str:
     """From the least to the greatest of some values."""
-    low, high = words(min(values)), words(max(values))
+    low, high = words(float(values.min())), words(float(values.max()))
     return low if low == high else f"{low} to {high}"
 
 

@@ -110,7 +110,10 @@ def rounding(pairs: Pairs) -> Fit | None:
     """The candidate holds values of a narrower format, which the reference does not."""
     if pairs.energy <= 0:
         return None
+    own = torch.finfo(pairs.dtypes[0]).eps / 2 if pairs.dtypes[0].is_floating_point else 0.0
     for form in _FORMATS:
+        if form.unit <= own:
+            return None  # no narrower than what the reference is in
         if _holds(form, pairs.candidate) < 1:
             continue
         if _holds(form, pairs.reference) > 0.5:

@@ -19,8 +19,9 @@ from .pairs import Pairs
 __all__ = ["grid"]
 
 _MOST_STEPS = 255
-_GROUPS = 48  # that are looked at
-_VALUES = 192  # of each
+_GROUPS = 32  # that are looked at
+_VALUES = 128  # of each
+_FIRST = 12  # of these, to see whether it is worth looking at the others
 _TOLERANCE = 0.01  # of a step
 _BITS = 24.0  # evidence that is asked for, beyond the choice of a scale
 _LEFT = 0.1
@@ -95,14 +96,9 @@ def _integers(groups: Tensor, unit: float) -> _Found | None:
     if not len(groups):
         return None
     shares = groups / peak
-    counts = torch.arange(1, _MOST_STEPS + 1, dtype=torch.float64)
-    steps = torch.zeros(len(groups))
-    for start in range(0, _MOST_STEPS, 16):  # in parts, to stay small
-        part = counts[start : start + 16]
-        scaled = shares[:, None, :] * part[None, :, None]
-        fits = _whole(scaled, unit).all(-1)
-        first = torch.where(fits, part[None], math.inf).amin(1)
-        steps = torch.where((steps == 0) & torch.isfinite(first), first, steps)
+    if shares.shape[1] > 2 * _FIRST and (_steps(_spread(shares), unit) == 0).any():
+        return None
+    steps = _steps(shares, unit)
     if float((steps == 0).double().mean()) > 0.02:
         return None
     evidence = _evidence(shares * steps.clamp_min(1)[:, None], shares, unit)
@@ -113,6 +109,25 @@ def _integers(groups: Tensor, unit: float) -> _Found | None:
         return None
     name = "int4" if most <= 15 else "int8" if most <= 128 else "uint8"
     return _Found(name, float(most), None)
+
+
+def _spread(shares: Tensor) -> Tensor:
+    """A few values of a few groups."""
+    few = shares[torch.linspace(0, len(shares) - 1, min(8, len(shares))).long()]
+    return few[:, torch.linspace(0, few.shape[1] - 1, _FIRST).long()]
+
+
+def _steps(shares: Tensor, unit: float) -> Tensor:
+    """For each group the fewest steps under which all values are whole; 0 where there are none."""
+    counts = torch.arange(1, _MOST_STEPS + 1, dtype=torch.float64)
+    steps = torch.zeros(len(shares), dtype=torch.float64)
+    for start in range(0, _MOST_STEPS, 16):  # in parts, to stay small
+        part = counts[start : start + 16]
+        scaled = shares[:, None, :] * part[None, :, None]
+        fits = _whole(scaled, unit).all(-1)
+        first = torch.where(fits, part[None], math.inf).amin(1)
+        steps = torch.where((steps == 0) & torch.isfinite(first), first, steps)
+    return steps
 
 
 def _floats(groups: Tensor, unit: float) -> _Found | None:

@@ -19,6 +19,7 @@ from .pairs import Pairs
 __all__ = ["offset", "offset_of_added", "transpose"]
 
 _PROBES = 4096
+_THIN = 1 << 14
 _LEFT = 0.1
 _MOST_OFFSET = 64
 _MOST_HEADS = 128
@@ -158,8 +159,9 @@ def _thinned(tensor: Tensor | None, axis: int) -> Tensor | None:
     """A few channels and samples, all tokens: enough to choose an offset by."""
     if tensor is None:
         return None
-    made = tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1)
-    most = max(4, (1 << 16) // made.shape[0])
+    made = tensor.reshape(-1, *tensor.shape[axis:])[: 1 + _THIN // 64]
+    made = made.movedim(1, 0).reshape(tensor.shape[axis], -1)
+    most = max(4, _THIN // made.shape[0])
     if made.shape[1] > most:
         made = made[:, torch.linspace(0, made.shape[1] - 1, most).long()]
     return made

@@ -10,8 +10,8 @@ import torch
 
 from ...numerics.profile import Profile
 from .cause import Cause
-from .fits import ranges
-from .pairs import Floats, Pairs
+from .fits import Floats, ranges
+from .pairs import Pairs
 
 __all__ = ["noise", "not_finite"]
 

@@ -20,7 +20,8 @@ __all__ = ["head_order", "orders"]
 
 _MOST_PLACES = 2048
 _MOST_BLOCKS = 256
-_WORK = 1 << 28  # multiplications for one matrix of distances
+_WORK = 1 << 27  # multiplications for one matrix of distances
+_THIN = 1 << 17  # elements from which an order is guessed, before it is tried on all
 _LEFT = 0.1
 _MOST_NAMED = 12
 
@@ -39,12 +40,13 @@ def head_order(pairs: Pairs) -> Fit | None:
     channels = pairs.shape[-1]
     if pairs.energy <= 0 or channels != pairs.sizes[-1]:
         return None
+    rows = max(8, _THIN // channels)
+    thin = [_thinned(side.reshape(-1, channels), rows, 0) for side in pairs.sides]
     for blocks in range(2, min(_MOST_BLOCKS, channels // 2) + 1):
         if channels % blocks:
             continue
         width = channels // blocks
-        split = [_blocks(side, blocks) for side in (pairs.reference, pairs.candidate)]
-        partners = _partners(*split)
+        partners = _partners(*(_blocks(side, blocks) for side in thin))
         if partners is None:
             continue
         moved, order = partners
@@ -70,8 +72,13 @@ def _order(pairs: Pairs, axis: int) -> Fit | None:
     size = pairs.shape[axis]
     if size < 2 or size != pairs.sizes[axis] or pairs.energy <= 0:
         return None
-    sides = [side.movedim(axis, 0).reshape(size, -1) for side in (pairs.reference, pairs.candidate)]
-    partners = _partners(*sides)
+    if axis == len(pairs.shape) - 1:
+        rows = [side.reshape(-1, size) for side in pairs.sides]
+        thin = [_thinned(side, max(16, _THIN // size), 0).T for side in rows]
+    else:
+        behind = max(1, 16 * _THIN // size)
+        thin = [_thinned(_axis_first(side, axis), behind, 1) for side in pairs.sides]
+    partners = _partners(*thin)
     if partners is None:
         return None
     moved, order = partners
@@ -88,31 +95,62 @@ def _order(pairs: Pairs, axis: int) -> Fit | None:
     return Fit("permutation", left, left, text, cost, _LEFT, details=details)
 
 
+def _axis_first(side: Tensor, axis: int) -> Tensor:
+    """A row for each place of an axis, as a view where the tensor's layout allows it."""
+    moved = side.movedim(axis, 0)
+    most = max(1, 16 * _THIN // moved[:, 0].numel())
+    if moved.dim() > 2 and moved.shape[1] > most:
+        moved = moved[:, torch.linspace(0, moved.shape[1] - 1, most).long()]
+    return moved.reshape(moved.shape[0], -1)
+
+
+def _thinned(rows: Tensor, most: int, dim: int) -> Tensor:
+    """At most so many rows or columns, spread over all."""
+    if rows.shape[dim] <= most:
+        return rows
+    return rows.index_select(dim, torch.linspace(0, rows.shape[dim] - 1, most).long())
+
+
 def _partners(reference: Tensor, candidate: Tensor) -> tuple[list[int], list[int]] | None:
     """The rows that are not in their place, and for each row of the candidate the reference's."""
     rest = (candidate - reference).square().sum(1)
     size = reference.square().sum(1) + candidate.square().sum(1)
     wrong = torch.nonzero(rest > 1e-4 * size)[:, 0]
-    if not 2 <= len(wrong) <= _MOST_PLACES:
+    if len(wrong) < 2:
         return None
+    if len(wrong) > _MOST_PLACES:
+        at = _same_rows(reference[wrong], candidate[wrong])
+        return None if at is None else _ordered(len(reference), wrong, at)
     a, b = reference[wrong], candidate[wrong]
     if a.shape[1] < 4 and not _same_values(a, b):
         return None  # so few values have near partners by chance
     most = max(16, _WORK // len(wrong) ** 2)
-    if a.shape[1] > most:
-        step = torch.linspace(0, a.shape[1] - 1, most).long()
-        a, b = a[:, step], b[:, step]
+    a, b = _thinned(a, most, 1), _thinned(b, most, 1)
     far = a.square().sum(1)[None, :] + b.square().sum(1)[:, None] - 2 * (b @ a.T)
     nearest, at = far.min(1)
     if len(set(at.tolist())) < len(wrong):
         return None
     if float(nearest.clamp_min(0).sum()) > 0.3 * float(far.diagonal().sum()):
         return None
-    order = np.arange(len(reference))
+    return _ordered(len(reference), wrong, at)
+
+
+def _ordered(size: int, wrong: Tensor, at: Tensor) -> tuple[list[int], list[int]] | None:
+    order = np.arange(size)
     order[wrong.numpy()] = wrong[at].numpy()
-    if (order == np.arange(len(order))).all():
+    return None if (order == np.arange(size)).all() else (wrong.tolist(), order.tolist())
+
+
+def _same_rows(a: Tensor, b: Tensor) -> Tensor | None:
+    """For each row of b the row of a that is the same to the last bit; too many to try all."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(a.shape[1], generator=generator, dtype=torch.float64)
+    (left, first), (right, second) = (side.mul(weights).sum(1).sort() for side in (a, b))
+    if not torch.equal(left, right):
         return None
-    return wrong.tolist(), order.tolist()
+    at = torch.empty_like(first)
+    at[second] = first
+    return at
 
 
 def _same_values(a: Tensor, b: Tensor) -> bool:

@@ -11,19 +11,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...numerics.profile import Profile, profile
+from .fits import Floats
 
-__all__ = ["LIMIT", "Floats", "Pairs", "Sums", "prepared"]
+__all__ = ["LIMIT", "Pairs", "Sums", "prepared"]
 
 LIMIT = 1 << 22  # elements that are looked at one by one
-
-Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Sums(NamedTuple):
@@ -61,6 +60,10 @@ class Pairs:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.reference.shape)
+
+    @property
+    def sides(self) -> tuple[Tensor, Tensor]:
+        return self.reference, self.candidate
 
     @property
     def sampled(self) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...numerics.profile import Profile
-from .fits import Fit, ranges
-from .pairs import Floats, Pairs
+from .fits import Fit, Floats, ranges
+from .pairs import Pairs
 
 __all__ = ["Region", "region_fit", "regions"]
 
