@@ -19,6 +19,7 @@ from .export import export
 from .import_ import import_
 from .plot import plot
 from .record import record
+from .replay import replay
 from .show import show
 from .summary import summary
 
@@ -41,6 +42,7 @@ for _name, _verb in (
     ("check", check),
     ("compare", compare),
     ("blame", blame),
+    ("replay", replay),
     ("summary", summary),
     ("plot", plot),
     ("export", export),

@@ -1,0 +1,92 @@
+"""What a recording has of one layer, call by call, and the layer of a model that it is of."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ...errors import OptionError, RecordingError, SelectionError
+from ...recording.reader import Layer, Record, Recording
+from ...selection.recorded import choose_records
+from ...selection.sites import Site, sites
+from ..names import normalised
+from ..results import Moment
+
+__all__ = ["RecordedCall", "live_layer", "recorded_calls"]
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call: what went in and what came out, by leaf; `step` counts batches from 0."""
+
+    moment: Moment
+    step: int
+    inputs: dict[str, Record] = field(default_factory=dict)
+    outputs: dict[str, Record] = field(default_factory=dict)
+
+
+def recorded_calls(
+    recording: Recording,
+    layer: Layer,
+    *,
+    epoch: int | None = None,
+    batch: int | None = None,
+    call: int | None = None,
+) -> list[RecordedCall]:
+    """The calls of a layer that can be run again, in order; why not, where there are none."""
+    _check_ports(recording, layer)
+    records = choose_records(layer.records, epoch=epoch, batch=batch, call=call)
+    steps = {step: number for number, step in enumerate(recording.steps)}
+    found: dict[Moment, RecordedCall] = {}
+    for record in records:
+        if record.rank or record.port not in ("input", "output"):
+            continue
+        moment = record.epoch, record.batch, record.call
+        step = steps[record.epoch, record.batch]
+        here = found.setdefault(moment, RecordedCall(moment, step))
+        (here.inputs if record.port == "input" else here.outputs)[record.leaf] = record
+    whole = [one for one in found.values() if one.inputs and one.outputs]
+    if not whole:
+        raise OptionError(
+            f"No call of layer '{layer.name}' in {recording.path} has both its inputs and its "
+            "outputs."
+        )
+    return whole
+
+
+def _check_ports(recording: Recording, layer: Layer) -> None:
+    spec = recording.manifest.target.get("spec") or "TARGET"
+    name = layer.name or "(root)"
+    again = f"tensortap record {spec} -o DIR --inputs --layers '{layer.name or 'all'}'"
+    for port in ("input", "output"):
+        there = [record for record in layer.records if record.port == port]
+        if not there:
+            raise RecordingError(
+                f"The recording {recording.path} has no {port}s of layer '{name}', which a replay "
+                f"needs. Record them: {again}"
+            )
+        if not all(record.stored for record in there):
+            raise RecordingError(
+                f"The recording {recording.path} has the {port}s of layer '{name}' as summaries "
+                f"alone (--keep summary), which no layer can be run on. Record again: {again}"
+            )
+
+
+def live_layer(model: nn.Module, name: str) -> Site:
+    """The module of a model that goes by a recorded name; wrappers around names do not count."""
+    known = sites(model)
+    for site in known:
+        if name in site.names:
+            return site
+    plain = [site for site in known if normalised(site.name) == normalised(name)]
+    if len(plain) == 1 and name:
+        return plain[0]
+    names = [site.name for site in known]
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(repr(one) for one in near)}?" if near else ""
+    raise SelectionError(
+        f"The model {type(model).__name__} has no layer '{name}', which the recording has.{hint} "
+        f"It has {len(names)} modules, {', '.join(repr(one) for one in names[1:4])}, …"
+    )
