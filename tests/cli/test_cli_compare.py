@@ -49,7 +49,7 @@ def test_a_row_a_layer_in_order_and_the_answer_last(run: Run, modes: Path) -> No
 def test_the_bug_is_found_and_exits_1(run: Run, modes: Path) -> None:
     result = run("compare", modes / "fp32", modes / "bug")
     assert result.code == 1
-    assert result.out.splitlines()[-1].startswith(f"First divergence at {BUG_LAYER}")
+    assert f"\nFirst divergence at {BUG_LAYER}" in result.out
     rows = {line.split()[0]: line for line in result.out.splitlines() if line.startswith("blocks")}
     assert "made here" in rows[BUG_LAYER]
     assert "inherited" in rows["blocks.7"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..recording.reader import Layer, Recording
 from ..selection.recorded import choose_layers
 from .align import LayerPair, align
+from .causes.layer import explained
 from .checks import (
     Run,
     check_compared,
@@ -99,7 +100,7 @@ def compare(
     ]
     differing, in_common = environment_differences(left, right)
     same, about_inputs = inputs_of(same_input(left, right), rows)
-    return Comparison(
+    comparison = Comparison(
         reference=left.path,
         candidate=right.path,
         layers=tuple(rows),
@@ -120,6 +121,7 @@ def compare(
             *([] if work.truth is None else work.truth.notes),
         ),
     )
+    return explained(comparison, work.sites)
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class Work:
         self.floor = floor
         self.truth = truth
         self.metrics = metrics
+        self.sites: dict[str, list[SitePair]] = {}  # of the diverged layers
         self._seen: dict[_Content, tuple[SiteMeasurement, list[Judgement]]] = {}
         self.precisions = (precision_of(reference), precision_of(candidate))
         self._positions = {name: number for number, name in enumerate(reference.layers)}
@@ -190,7 +193,10 @@ class Work:
             if site.port == "input":
                 given = given.with_input(compared[-1])
         parts = (*compared, *(unpaired_part(site) for site in sites if site.unpaired))
-        return layer_row(left, right, pair.matched_by, parts)
+        row = layer_row(left, right, pair.matched_by, parts)
+        if row.verdict == "diverged":
+            self.sites[row.layer] = sites
+        return row
 
     def _unheard(self, layer: str) -> int:
         """How many blocks ran before a layer though none of them was recorded."""

@@ -14,11 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import OptionError
 from ..numerics.difference import Difference
 from ..numerics.summary import Summary
+
+if TYPE_CHECKING:
+    from .causes.cause import Cause
 
 __all__ = [
     "BAD",
@@ -143,7 +146,8 @@ class LayerComparison:
     """One layer of the reference beside the layer of the candidate that it was paired with.
 
     `input_verdict` is None when the inputs were not recorded on both sides. `origin` is set on
-    diverged layers: `made here` (good inputs, bad output), `inherited` or `unknown`.
+    diverged layers: `made here` (good inputs, bad output), `inherited` or `unknown`. `causes` are
+    on the first divergence of a comparison: what kind of error it is, best first.
     """
 
     layer: str
@@ -157,6 +161,7 @@ class LayerComparison:
     type: str = ""
     candidate_type: str = ""
     note: str = ""
+    causes: tuple[Cause, ...] = ()
 
     @property
     def main(self) -> Part | None:
@@ -254,6 +259,7 @@ class LayerComparison:
             "candidate_error": number(self.candidate_error),
             "why": self.why,
             "hints": list(self.hints),
+            "causes": [cause.to_dict() for cause in self.causes],
             "note": self.note,
             "parts": [part.to_dict() for part in self.parts],
         }
@@ -402,7 +408,12 @@ def _when(row: LayerComparison) -> tuple[int, ...]:
 
 def _first(row: LayerComparison) -> Mapping[str, Any]:
     names = ("layer", "candidate_layer", "verdict", "input_verdict", "origin", "why")
-    return {**{name: getattr(row, name) for name in names}, "hints": list(row.hints)}
+    causes = [cause.to_dict() for cause in row.causes]
+    return {
+        **{name: getattr(row, name) for name in names},
+        "hints": list(row.hints),
+        "causes": causes,
+    }
 
 
 def _summary(summary: Summary | None) -> dict[str, Any] | None:

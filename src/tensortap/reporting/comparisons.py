@@ -218,6 +218,9 @@ def print_comparison(
         for note in comparison.notes:
             console.print(f"note: {text.clean(note)}", style="dim")
     print_sentence(console, comparison)
+    first = comparison.first_divergence
+    for cause in () if first is None else first.causes:
+        console.print(f"  {text.clean(str(cause))}")
 
 
 def print_sentence(console: Console, comparison: Comparison) -> None:

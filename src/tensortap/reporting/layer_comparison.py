@@ -2,7 +2,7 @@
 
 The labels and number formats are the document's. A number that six decimals would show as zero
 gets an exponent instead, and what is undefined is called that. What the document does not have
-(the verdict and what it rests on, where the greatest difference is, hints) stands below.
+(the verdict and what it rests on, where the greatest difference is, hints and causes) stands below.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def layer_screen(
         for name, value in part.added:
             screen.item(text.clean(name), f" {text.number(value, 6)}")
     screen.hints(row)
+    screen.causes(row)
     screen.others(row, part)
     screen.rule()
     return Text("\n").join(screen.lines)
@@ -225,6 +226,13 @@ class _Screen:
             self.head("Hints:")
             for hint in row.hints:
                 self.line(f"  {text.clean(hint)}")
+
+    def causes(self, row: LayerComparison) -> None:
+        """What kind of error it is; a row that is no first divergence has none."""
+        if row.causes:
+            self.head("Causes:")
+            for cause in row.causes:
+                self.line("  " + self._broken(text.clean(str(cause)), 4).strip())
 
     def others(self, row: LayerComparison, shown: Part | None) -> None:
         """The layer's other ports and leaves, a line each."""

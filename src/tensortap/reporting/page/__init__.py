@@ -35,6 +35,7 @@ def render_page(comparison: Comparison) -> str:
         "state": state,
         "outcome": _OUTCOMES[state],
         "sentence": said(comparison.sentence),
+        "causes": _causes_html(comparison),
         "reference": said(comparison.reference),
         "candidate": said(comparison.candidate),
         "warnings": warnings_html(_warnings(comparison)),
@@ -47,7 +48,7 @@ def render_page(comparison: Comparison) -> str:
 
 
 def notebook(comparison: Comparison) -> str:
-    """The answer, the warnings and a plain table: no script, no style sheet."""
+    """The answer, its causes, the warnings and a plain table: no script, no style sheet."""
     from ...recording.html import table
 
     rows = []
@@ -57,6 +58,7 @@ def notebook(comparison: Comparison) -> str:
         numbers = [text.number(value, 4) for value in (row.error, row.floor_ratio, *metrics)]
         rows.append([text.layer_name(row.layer), row.verdict, row.origin or "", *numbers])
     html = [f"<p><b>{said(comparison.sentence)}</b></p>"]
+    html += [f"<p>{said(cause)}</p>" for cause in _causes(comparison)]
     html += [f"<p>Warning: {said(warning)}</p>" for warning in _warnings(comparison)]
     html += [table(_COLUMNS, rows)] if rows else []
     rest = len(comparison.layers) - _MOST
@@ -75,6 +77,17 @@ def _state(comparison: Comparison) -> str:
     if not comparison.same:
         return "bad"
     return "good" if comparison.compared else "void"
+
+
+def _causes(comparison: Comparison) -> list[str]:
+    first = comparison.first_divergence
+    return [] if first is None else [str(cause) for cause in first.causes]
+
+
+def _causes_html(comparison: Comparison) -> str:
+    """What kind of error the first divergence is."""
+    items = "".join(f"<li>{said(cause)}</li>" for cause in _causes(comparison))
+    return f'<ul class="causes" aria-label="What kind of error it is">{items}</ul>' if items else ""
 
 
 def _warnings(comparison: Comparison) -> list[str]:

@@ -77,6 +77,7 @@ def _layer(row: LayerComparison) -> dict[str, Any]:
         input=row.input_verdict,
         matched=words(row.matched_by),
         note=words(row.note),
+        causes=[words(str(cause)) for cause in row.causes],
         main=next((n for n, part in enumerate(row.parts) if part is main), None),
         parts=[_part(part) for part in row.parts],
     )

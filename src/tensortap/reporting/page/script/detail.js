@@ -1,4 +1,4 @@
-// One layer in full: why, hints, and each port and leaf with every number there is.
+// One layer in full: why, hints, causes, and each port and leaf with every number there is.
 const PERCENTS = [50, 90, 95, 99];
 const moment = (when) => `epoch ${when[0]}, batch ${when[1]}, call ${when[2]}`;
 
@@ -147,6 +147,7 @@ function detailOf(row) {
   if (row.note && row.note !== why) inside.append(el("p", { class: "why soft" }, row.note));
   const hints = [...new Set(row.parts.flatMap((part) => part.hints || []))];
   if (hints.length) inside.append(el("ul", { class: "hints" }, ...hints.map((hint) => el("li", null, hint))));
+  if (row.causes) inside.append(el("ul", { class: "causes", "aria-label": "What kind of error it is" }, ...row.causes.map((cause) => el("li", null, cause))));
   const facts = [typeOf(row) && "type " + typeOf(row) + (row.type && row.candidate_type && row.candidate_type !== row.type ? ` against ${row.candidate_type}` : ""),
     row.candidate && `paired with ${row.candidate}`, row.matched && `matched by ${row.matched}`];
   if (facts.some(Boolean)) inside.append(el("p", { class: "soft" }, facts.filter(Boolean).join(" · ")));

@@ -1,0 +1,73 @@
+"""The causes of a layer's divergence, from the tensors that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..results import Comparison, LayerComparison, Moment, Part
+from ..sites import MomentPair, SitePair
+from .cause import Cause
+from .explain import explain
+
+__all__ = ["causes_of", "explained"]
+
+_SOURCES = {"output": "input", "grad_input": "grad_output"}
+
+
+def explained(comparison: Comparison, sites: Mapping[str, Sequence[SitePair]]) -> Comparison:
+    """The comparison with the causes of its first divergence; `sites` are those of each layer."""
+    first = comparison.first_divergence
+    if first is None:
+        return comparison
+    causes = causes_of(first, sites.get(first.layer, ()))
+    rows = (replace(row, causes=causes) if row is first else row for row in comparison.layers)
+    return replace(comparison, layers=tuple(rows))
+
+
+def causes_of(row: LayerComparison, sites: Sequence[SitePair]) -> tuple[Cause, ...]:
+    """What made a layer diverge, by its main part at the first moment that did.
+
+    Nothing where no tensors are stored.
+    """
+    part = row.main
+    if row.verdict != "diverged" or part is None or not part.diverged_at:
+        return ()
+    moment = part.diverged_at[0]
+    found = _tensors(sites, part.port, part.leaf, moment)
+    if found is None:
+        return ()
+    reference, candidate = found
+    given = _given(sites, part, moment, reference)
+    return explain(reference, candidate, floor=part.floor or 0.0, input=given)
+
+
+def _given(
+    sites: Sequence[SitePair], part: Part, moment: Moment, reference: Tensor
+) -> Tensor | None:
+    """What the reference's layer was given, where it has the shape of what it made."""
+    source = _SOURCES.get(part.port)
+    for site in sites:
+        if site.port == source:
+            found = _tensors(sites, site.port, site.leaf, moment)
+            if found is not None and found[0].shape == reference.shape:
+                return found[0]
+    return None
+
+
+def _tensors(
+    sites: Sequence[SitePair], port: str, leaf: str, moment: Moment
+) -> tuple[Tensor, Tensor] | None:
+    for site in sites:
+        if (site.port, site.leaf) != (port, leaf) or site.problem:
+            continue
+        for pair in site.moments:
+            if (pair.epoch, pair.batch, pair.call) == moment and _stored(pair):
+                return pair.tensors(site.transform)
+    return None
+
+
+def _stored(pair: MomentPair) -> bool:
+    return pair.reference.stored and pair.candidate.stored
