@@ -30,18 +30,20 @@ def main() -> None:
             tensortap("record", "tensortap.demo:build", "-o", path, "--mode", mode, *layers)
         picture = str(DOCS / "differences.png")
         tensortap("plot", *modes, "--layer", "blocks.4", "-o", picture)
-        report(Path(folder))
+        pages(Path(folder))
 
 
-def report(folder: Path) -> None:
-    """The top of a comparison's page, in the Chromium that the tests use."""
+def pages(folder: Path) -> None:
+    """The tops of a comparison's and of a blame's page, in the Chromium that the tests use."""
     executable = chromium.find()
     if executable is None:
-        sys.exit("docs/report.png needs a browser: apt-get install chromium")
+        sys.exit("Pictures of pages need a browser: apt-get install chromium")
     for mode in ("fp32", "bug"):
         words = ("-o", f"runs/{mode}", "--mode", mode, "--layers", "all", "--inputs")
         tensortap("record", "tensortap.demo:build", *words, cwd=folder)
-    compare("runs/fp32", "runs/bug", cwd=folder)
+    differs("compare", "runs/fp32", "runs/bug", "--html", "report.html", cwd=folder)
+    bug = ("runs/fp32", "tensortap.demo:build", "--mode", "bug")
+    differs("blame", *bug, "--html", "blame.html", cwd=folder)
     with chromium.browser(executable) as browser:
         tab = browser.page()
         tab.look(1180, 860, dark=False)
@@ -49,11 +51,13 @@ def report(folder: Path) -> None:
         tab.run("document.querySelector('th[data-column=error] button').click()")
         tab.settle()
         tab.picture(DOCS / "report.png", whole=False)
+        tab.look(1180, 1080, dark=False)
+        tab.open(folder / "blame.html")
+        tab.picture(DOCS / "blame.png", whole=False)
 
 
-def compare(*runs: str, cwd: Path) -> None:
-    """Exit 1 says that the runs differ, which is the point."""
-    words = ("compare", *runs, "--html", "report.html")
+def differs(*words: str, cwd: Path) -> None:
+    """Exit 1 says that there is a difference, which is the point."""
     done = subprocess.run([sys.executable, "-m", "tensortap", *words], cwd=cwd)
     assert done.returncode == 1
 
