@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
+from dataclasses import replace
 
 import blames
 import pytest
@@ -102,7 +103,7 @@ def test_a_long_model_shows_the_largest_shares_and_counts_the_rest() -> None:
     assert len(listed) == MOST
     assert [int(at) for at in listed] == sorted(int(at) for at in listed)
     assert all(int(at) % 2 == 0 for at in listed)  # those with the larger share
-    assert "50 layers with smaller shares are left out" in shown and "--all" in shown
+    assert "50 layers with no larger share are left out" in shown and "--all" in shown
     whole = blame_text(blame, full=True)
     assert len(re.findall(r"^model\.layers\.", whole, re.MULTILINE)) == 90
     assert "left out" not in whole
@@ -115,6 +116,14 @@ def test_what_is_shown_of_a_long_model_stands_below_what_holds_it() -> None:
     assert [row.name for row in few] == ["blocks.4", ".mlp", ".down"]
     assert few[-1].culprit
     assert most_telling(rows, 100) == rows
+
+
+def test_a_long_model_with_one_culprit_shows_what_is_around_it() -> None:
+    rows = [blames.layer(f"layers.{at}", float(at == 60), 0.1 * (at == 60)) for at in range(90)]
+    shown = str(replace(blames.even(), layers=tuple(rows), culprit="layers.60", share=1.0))
+    listed = [int(at) for at in re.findall(r"layers\.(\d+) +Block", shown)]
+    assert listed == list(range(48, 73))
+    assert "65 layers with no larger share are left out" in shown
 
 
 def test_no_row_is_lost_or_doubled_whatever_the_parents_say() -> None:

@@ -162,9 +162,8 @@ def _print_layers(console: Console, blame: Blame, full: bool) -> None:
     print_table(console, made)
     left = len(rows_of(blame)) - len(shown)
     if left:
-        many = f"{text.plural(left, 'layer')} with smaller shares"
-        verb = "is" if left == 1 else "are"
-        console.print(f"{many} {verb} left out (--all shows them, .layers has them).", style="dim")
+        many = f"{text.plural(left, 'layer')} with no larger share {'is' if left == 1 else 'are'}"
+        console.print(f"{many} left out (--all shows every one, .layers has them).", style="dim")
     if dropped:
         console.print(
             f"No room for: {', '.join(reversed(dropped))}. Widen the terminal, or --json.",

@@ -25,6 +25,7 @@ __all__ = [
 
 _HOW = {"within": "within its block", "inferred": "inferred"}
 _LEAST = 0.0005  # of the final error: less is said as that
+_NEAR = 12  # rows around the largest share that a long table keeps whatever theirs is
 _WORTH = 0.005  # of it, for what is outside the chain to be said
 
 
@@ -94,11 +95,19 @@ def _below(layer: str, parent: str | None) -> str:
 
 
 def most_telling(rows: Sequence[Row], most: int) -> list[Row]:
-    """No more than about so many: those with the largest shares, and what they stand below."""
+    """All where there are few, else no more than about `most`.
+
+    Those with the largest shares, with what they stand below; of those with none, the neighbours
+    of the largest.
+    """
     if len(rows) <= most:
         return list(rows)
-    shares = [abs(row.share) if math.isfinite(row.share) else -1.0 for row in rows]
-    ranked = sorted(range(len(rows)), key=lambda at: (not rows[at].culprit, -shares[at], at))
+    shares = [abs(row.share) if math.isfinite(row.share) else 0.0 for row in rows]
+    middle = max(range(len(rows)), key=lambda at: (rows[at].culprit, shares[at]))
+    ranked = sorted(
+        (at for at in range(len(rows)) if shares[at] >= _LEAST or abs(at - middle) <= _NEAR),
+        key=lambda at: (not rows[at].culprit, -shares[at], abs(at - middle)),
+    )
     kept: set[int] = set()
     for at in ranked:
         if len(kept) >= most:
