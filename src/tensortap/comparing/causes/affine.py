@@ -10,8 +10,9 @@ from .pairs import Pairs, Sums
 __all__ = ["affine", "bias", "factor", "factors", "shift", "sign", "signs"]
 
 _SIGN = 0.02  # how far from -1 a factor may be to be a sign
-_SIMPLE = 0.25  # what a hypothesis with one or two numbers may leave
-_MANY = 0.2  # what a hypothesis with a number for each place may leave
+_SIMPLE = 0.1  # what a hypothesis with one or two numbers may leave
+_CONSTANTS = 0.05  # what a constant for each place may leave: a mean over tokens is in much
+_MANY = 0.2  # what a factor for each place may leave
 
 
 def factor(pairs: Pairs) -> Fit | None:
@@ -112,7 +113,7 @@ def bias(pairs: Pairs) -> list[Fit]:
         left, b = _least(s.dd, s.d, s.n)
         rest = float(left.sum()) / pairs.energy
         adjusted = pairs.adjusted(rest, len(b))
-        if adjusted > _MANY + pairs.noise:
+        if adjusted > _CONSTANTS + pairs.noise:
             continue
         name = pairs.axes[axis]
         about = "the same in all tokens (a bias missing, doubled or another)"
@@ -121,7 +122,7 @@ def bias(pairs: Pairs) -> list[Fit]:
         text = f"a constant for each {name}, {about}: {range_words(b)}"
         details = {"axis": axis, "per": name, "constants": b[:256].tolist()}
         cost = 3.0 if name == "channel" else 3.5
-        found.append(Fit("bias", rest, adjusted, text, cost, _MANY, details=details))
+        found.append(Fit("bias", rest, adjusted, text, cost, _CONSTANTS, details=details))
     return found
 
 

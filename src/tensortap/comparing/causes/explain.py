@@ -11,10 +11,11 @@ from torch import Tensor
 from ...numerics.pairs import check_pair
 from .affine import affine, bias, factor, factors, shift, sign
 from .cause import Cause
+from .elementwise import function
 from .fits import Fit
 from .formats import rounding, saturation
 from .grids import grid
-from .inputs import residual, skipped
+from .inputs import branch, residual, skipped
 from .layouts import offset, offset_of_added, transpose
 from .noise import noise, not_finite
 from .order import orders
@@ -26,7 +27,7 @@ __all__ = ["explain"]
 _MOST = 3
 _NOTHING = 1e-3  # what is left of the error and not worth another hypothesis
 _PRICE = 0.3  # of a hypothesis' cost, in powers of ten of what it leaves
-_GOOD = 0.05  # what is left where a hypothesis says what happened
+_GOOD = 0.02  # what is left where a hypothesis says what happened to a part of the tensor
 # Said of a part of the tensor under their own name; the others are said with the part's.
 _OWN_NAME = ("sign", "saturation")
 
@@ -68,7 +69,7 @@ def _fits(pairs: Pairs) -> Iterator[Fit]:
     Once one leaves nothing, those that ask for more belief have nothing to add.
     """
     single = (factor, shift, residual, skipped, rounding, offset, offset_of_added, saturation)
-    for hypothesis in (*single, grid, sign, transpose, affine):
+    for hypothesis in (*single, branch, grid, sign, transpose, affine):
         fit = hypothesis(pairs)
         if fit is not None:
             yield fit
@@ -76,6 +77,9 @@ def _fits(pairs: Pairs) -> Iterator[Fit]:
                 return
     for several in (orders, bias, factors):
         yield from several(pairs)
+    last = function(pairs)
+    if last is not None:
+        yield last
 
 
 def _inside(pairs: Pairs, region: Region) -> Fit:
@@ -88,7 +92,7 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
     good = [
         option
         for option in options
-        if option.adjusted <= _GOOD and part.adjusted(option.left, 2 * option.cost) <= _GOOD
+        if _rest(option, part) <= _GOOD and part.adjusted(option.left, 2) <= _GOOD + part.noise
     ]
     if not good:
         return fit

@@ -30,12 +30,35 @@ def explained(comparison: Comparison, sites: Mapping[str, Sequence[SitePair]]) -
 def causes_of(row: LayerComparison, sites: Sequence[SitePair]) -> tuple[Cause, ...]:
     """What made a layer diverge, by its main part at the first moment that did.
 
-    Nothing where no tensors are stored.
+    Where that came in with its inputs, from what is no layer or was not recorded, the inputs are
+    nearer to what happened: they are explained, and the output where they tell nothing. Nothing is
+    said where no tensors are stored.
     """
     part = row.main
     if row.verdict != "diverged" or part is None or not part.diverged_at:
         return ()
     moment = part.diverged_at[0]
+    source = _SOURCES.get(part.port)
+    handed = [
+        other
+        for other in row.parts
+        if other.port == source and moment in other.diverged_at and row.origin == "inherited"
+    ]
+    for other in sorted(handed, key=lambda other: other.order):
+        found = _explained(sites, other, moment)
+        if found and found[0].kind != "noise":
+            return tuple(_of_input(cause, other) for cause in found)
+    return _explained(sites, part, moment)
+
+
+def _of_input(cause: Cause, part: Part) -> Cause:
+    """A cause that is of what the layer was given."""
+    where = f"{part.port.replace('_', ' ')}{part.leaf and f' {part.leaf}'}"
+    details = {**cause.details, "port": part.port, "leaf": part.leaf}
+    return replace(cause, text=f"of its {where}: {cause.text}", details=details)
+
+
+def _explained(sites: Sequence[SitePair], part: Part, moment: Moment) -> tuple[Cause, ...]:
     found = _tensors(sites, part.port, part.leaf, moment)
     if found is None:
         return ()

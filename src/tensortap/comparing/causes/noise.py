@@ -54,11 +54,12 @@ def _spread(found: Profile) -> str:
 
 def _even(table: Floats) -> bool:
     """Whether the tenth of the places with the largest errors holds less than half of them."""
-    energy = np.sort(table[:, 0])[::-1]
+    energy = table[:, 0]
     top = math.ceil(len(energy) / 10)
     total = float(energy.sum())
     limit = max(_UNEVEN, 3 * top / len(energy))
-    return not total > 0 or float(energy[:top].sum()) < limit * total
+    most = float(np.partition(energy, len(energy) - top)[-top:].sum())
+    return not total > 0 or most < limit * total
 
 
 def not_finite(pairs: Pairs, found: Profile) -> Cause | None:

@@ -22,6 +22,7 @@ __all__ = ["Region", "region_fit", "regions"]
 _SHARE = 0.9  # of the squared error, that a small part must hold
 _CLEAR = 1e-3  # of the error inside, squared and relative: what the rest may have where it is right
 _FEW = 0.05  # of the places
+_LONG = 1 << 16  # places; on a longer axis half of them must hold the error, or none is sought
 _NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
 
 
@@ -65,7 +66,7 @@ def regions(pairs: Pairs, found: Profile) -> Region | None:
     text = " of ".join(words)
     if " from " not in text and " up to " not in text:
         text += " alone"
-    return Region(tuple(sets), share, _kind(pairs.axes, sets), text)
+    return Region(tuple(sets), share, _kind(pairs.axes, pairs.sizes, sets), text)
 
 
 def region_fit(region: Region) -> Fit:
@@ -77,12 +78,15 @@ def region_fit(region: Region) -> Fit:
     return Fit(region.kind, left, left, region.text, 2.5, 0.1, place=True, details=names)
 
 
-def _kind(axes: Sequence[str], sets: Sequence[tuple[int, ...] | None]) -> str:
-    named = [name for name, chosen in zip(axes, sets, strict=True) if chosen is not None]
-    for name in ("channel", "token", "head", "sample"):
-        if name in named:
-            return f"{name}s"
-    return "places"
+def _kind(axes: Sequence[str], sizes: Sequence[int], sets: Sequence[tuple[int, ...] | None]) -> str:
+    """Named for the axis of which the smallest part is meant."""
+    shares = {
+        name: len(chosen) / size
+        for name, chosen, size in zip(axes, sets, sizes, strict=True)
+        if chosen is not None
+    }
+    name = min(shares, key=lambda name: shares[name])
+    return f"{name}s" if name in ("channel", "token", "head", "sample") else "places"
 
 
 def _share(
@@ -111,6 +115,8 @@ def _held(e: Floats, r: Floats, floor: float, *, ordered: bool) -> tuple[int, ..
     count, total = len(alive), float(e.sum())
     if count < 2 or not total > 0:
         return None
+    if count > _LONG and _top_half(e) < _SHARE * total:
+        return None
     order = alive[np.argsort(-e[alive], kind="stable")]
     held = np.cumsum(e[order]) / total
     first = int(np.searchsorted(held, _SHARE))
@@ -136,6 +142,12 @@ def _held(e: Floats, r: Floats, floor: float, *, ordered: bool) -> tuple[int, ..
         clear and ((ordered and end) or (run and number <= count // 2) or number <= count // 4)
     )
     return tuple(int(place) for place in chosen) if right else None
+
+
+def _top_half(e: Floats) -> float:
+    """What the larger half of the places holds."""
+    half = len(e) // 2
+    return float(np.partition(e, half)[half:].sum())
 
 
 def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
