@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,6 @@ from ..errors import OptionError
 from .common import (
     JsonOption,
     LayersOption,
-    MaybeInt,
-    MaybeList,
-    MaybePath,
     MaybeText,
     OverwriteOption,
     note,
@@ -24,21 +21,27 @@ from .common import (
     say,
 )
 from .running import Settings, record_target
+from .targeting import (
+    DeviceOption,
+    DtypeOption,
+    InputIdsOption,
+    ModeOption,
+    PromptOption,
+    SamplesOption,
+    SeedOption,
+    SeqLenOption,
+    SetOption,
+    TargetArgument,
+    chosen_target,
+)
 
 if TYPE_CHECKING:
     from ..recording.reader import Recording
     from ..targets import Target
 
-_GIVEN = "given to the target's function"
-
 
 def record(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET", help="file.py:function, package.module:function or hf:DIR."
-        ),
-    ],
+    target: TargetArgument,
     output: Annotated[
         MaybeText,
         typer.Option("--output", "-o", metavar="DIR", help="The recording's folder or URL."),
@@ -63,29 +66,15 @@ def record(
         bool,
         typer.Option("--early-stop/--no-early-stop", help="Stop behind the last selected layer."),
     ] = True,
-    mode: Annotated[MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}.")] = None,
-    seq_len: Annotated[
-        MaybeInt, typer.Option("--seq-len", help=f"The sequence length, {_GIVEN}.")
-    ] = None,
-    samples: Annotated[
-        MaybeInt, typer.Option("--samples", help=f"How many samples, {_GIVEN}.")
-    ] = None,
-    device: Annotated[MaybeText, typer.Option("--device", help=f"Where, {_GIVEN}.")] = None,
-    dtype: Annotated[
-        MaybeText, typer.Option("--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}.")
-    ] = None,
-    seed: Annotated[MaybeInt, typer.Option("--seed", help=f"The seed, {_GIVEN}.")] = None,
-    sets: Annotated[
-        MaybeList,
-        typer.Option("--set", metavar="KEY=VALUE", help=f"Any option, {_GIVEN}. Repeatable."),
-    ] = None,
-    prompts: Annotated[
-        MaybeList,
-        typer.Option("--prompt", metavar="TEXT", help="hf: a batch. Repeatable."),
-    ] = None,
-    input_ids: Annotated[
-        MaybePath, typer.Option("--input-ids", metavar="FILE", help="hf: token ids.")
-    ] = None,
+    mode: ModeOption = None,
+    seq_len: SeqLenOption = None,
+    samples: SamplesOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    prompts: PromptOption = None,
+    input_ids: InputIdsOption = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Show what would be recorded, without running.")
     ] = False,
@@ -111,30 +100,24 @@ def record(
         early_stop=early_stop,
         strict=strict,
     )
-    options: dict[str, Any] = {
-        "mode": mode,
-        "seq_len": seq_len,
-        "samples": samples,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    from ..reporting.progress import progress
-    from ..targets import load_target
-
-    if seed is not None:
-        import torch
-
-        torch.manual_seed(seed)
-    with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
-        loaded = load_target(
-            target, options, sets or (), prompts=prompts or (), input_ids=input_ids
-        )
-    print_notes(loaded.notes)
+    loaded = chosen_target(
+        target,
+        mode=mode,
+        seq_len=seq_len,
+        samples=samples,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        sets=sets,
+        prompts=prompts,
+        input_ids=input_ids,
+    )
     if plan:
         _plan(loaded, settings, json)
         return
     assert output is not None
+    from ..reporting.progress import progress
+
     with progress("Recording") as advance, redirect_stdout(sys.stderr):
         recording, seconds = record_target(loaded, output, settings, advance)
     _report(recording, seconds, json)
