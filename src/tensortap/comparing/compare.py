@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..numerics.difference import Difference
 from ..recording.reader import Layer, Recording
 from ..selection.recorded import choose_layers
 from .align import LayerPair, align
@@ -34,9 +35,9 @@ from .parts import (
     unpaired_part,
 )
 from .precision import depth_of, estimated_floor, offset_of, precision_of
-from .results import Comparison, LayerComparison, Part
+from .results import Comparison, LayerComparison, Moment, Part
 from .rules import Rule, parse_rules, preset_of, rule_for
-from .sites import SitePair, SitePairer
+from .sites import MomentPair, SitePair, SitePairer
 from .truth import UNKNOWN, Nearness, Truth
 
 __all__ = ["Run", "Work", "compare", "floor_words", "inputs_of"]
@@ -131,11 +132,14 @@ class _Given:
     error: float = 0.0
     offset: float = 1.0
 
-    def with_input(self, part: Part) -> _Given:
-        if part.verdict != "within" or part.difference is None:
-            return replace(self, offset=max(self.offset, offset_of(part.difference)))
-        error = 0.0 if math.isnan(part.error) else part.error
-        return _Given(max(self.error, error), max(self.offset, offset_of(part.difference)))
+    def with_input(self, found: Difference | None, judged: Judgement) -> _Given:
+        offset = max(self.offset, offset_of(found))
+        if judged.verdict != "within" or found is None or math.isnan(found.error):
+            return replace(self, offset=offset)
+        return _Given(max(self.error, found.error), offset)
+
+
+_NOTHING = _Given()
 
 
 _Content = tuple[object, ...]
@@ -143,13 +147,17 @@ _Content = tuple[object, ...]
 
 def _content(site: SitePair) -> _Content | None:
     """The pairs of tensors that are compared, by what they hold; None where that is not known."""
-    pairs = []
-    for pair in site.moments:
-        ids = pair.reference.tensor_id, pair.candidate.tensor_id
-        if None in ids:
-            return None
-        pairs.append((*ids, pair.reference_samples, pair.candidate_samples))
-    return (*pairs, None if site.transform is None else site.transform.name, site.cut)
+    found = [_pair_content(site, pair) for pair in site.moments]
+    return None if None in found else tuple(found)
+
+
+def _pair_content(site: SitePair, pair: MomentPair) -> _Content | None:
+    """What one pair of tensors holds, and how they are set side by side."""
+    ids = pair.reference.tensor_id, pair.candidate.tensor_id
+    if None in ids:
+        return None
+    layout = None if site.transform is None else site.transform.name
+    return (*ids, pair.reference_samples, pair.candidate_samples, layout, site.cut)
 
 
 class Work:
@@ -173,7 +181,8 @@ class Work:
         self.truth = truth
         self.metrics = metrics
         self.sites: dict[str, list[SitePair]] = {}  # of the diverged layers
-        self._seen: dict[_Content, tuple[SiteMeasurement, list[Judgement]]] = {}
+        self.measured: dict[_Content, SiteMeasurement] = {}
+        self.judged: dict[_Content, Judgement] = {}
         self.precisions = (precision_of(reference), precision_of(candidate))
         self._positions = {name: number for number, name in enumerate(reference.layers)}
         blocks = reference.manifest.structure.blocks
@@ -186,12 +195,9 @@ class Work:
             return missing_row(pair)
         depth = depth_of(self._positions[left.name], self._blocks, self._unheard(left.name))
         sites = self.pairer.pair(pair)
-        compared: list[Part] = []
-        given = _Given()
-        for site in sorted(sites, key=lambda site: site.port != "input"):
-            compared.append(self._part(left, site, depth, given))
-            if site.port == "input":
-                given = given.with_input(compared[-1])
+        given: dict[Moment, _Given] = {}  # by moment: a call is given its own inputs
+        inputs_first = sorted(sites, key=lambda site: site.port != "input")
+        compared = [self._part(left, site, depth, given) for site in inputs_first]
         parts = (*compared, *(unpaired_part(site) for site in sites if site.unpaired))
         row = layer_row(left, right, pair.matched_by, parts)
         if row.verdict == "diverged":
@@ -208,36 +214,52 @@ class Work:
                 return number
         return len(blocks)
 
-    def _part(self, layer: Layer, site: SitePair, depth: int, given: _Given) -> Part:
+    def _part(self, layer: Layer, site: SitePair, depth: int, given: dict[Moment, _Given]) -> Part:
         if site.missing:
             return missing_part(site)
         if site.problem or not site.moments:
             return incomparable_part(site)
         key = _content(site)
-        known = None if key is None or self.rules else self._seen.get(key)
-        if known is not None:  # one layer's output is the next one's input, and judged once
-            measured, judged = replace(known[0], site=site), known[1]
+        known = None if key is None or self.rules else self.measured.get(key)
+        if known is not None:  # one layer's output is the next one's input, and measured once
+            measured = known.at(site)
         else:
             measured = measure(site)
-            judged = self._judged(layer, measured, depth, given)
             if key is not None:
-                self._seen[key] = (measured, judged)
+                self.measured[key] = measured
+        judged = self._judged(layer, measured, depth, given)
+        if site.port == "input":
+            for moment, one in zip(measured.moments, judged, strict=True):
+                known_here = given.get(moment.moment, _NOTHING)
+                given[moment.moment] = known_here.with_input(moment.difference, one)
         true = self._nearer(layer, site)
         part = compared_part(measured, judged, true.nearer, self.metrics)
         return replace(part, reference_error=true.reference, candidate_error=true.candidate)
 
     def _judged(
-        self, layer: Layer, measured: SiteMeasurement, depth: int, given: _Given
+        self,
+        layer: Layer,
+        measured: SiteMeasurement,
+        depth: int,
+        given: Mapping[Moment, _Given],
     ) -> list[Judgement]:
         site, here = measured.site, None
-        if self.floor is not None and not is_identical(measured):
-            here = self.floor.here(layer.name, site.port, site.leaf)
-        judged = []
-        for moment in measured.moments:
-            estimate = estimated_floor(moment.dtypes, self.precisions, depth, given.offset)
+        judged: list[Judgement] = []
+        for pair, moment in zip(site.moments, measured.moments, strict=True):
+            key = None if self.rules else _pair_content(site, pair)
+            known = None if key is None else self.judged.get(key)
+            if known is not None:  # the same two tensors are not good here and bad there
+                judged.append(known)
+                continue
+            if here is None and self.floor is not None and not is_identical(measured):
+                here = self.floor.here(layer.name, site.port, site.leaf)
+            came = given.get(moment.moment, _NOTHING)
+            estimate = estimated_floor(moment.dtypes, self.precisions, depth, came.offset)
             if estimate:  # rounding that came in goes on
-                estimate = max(estimate, given.error)
+                estimate = max(estimate, came.error)
             judged.append(self._judge(layer.name, moment, here, estimate))
+            if key is not None:
+                self.judged[key] = judged[-1]
         return judged
 
     def _judge(

@@ -73,6 +73,14 @@ class SiteMeasurement:
     difference: Difference | None
     max_abs_moment: Moment | None = None
 
+    def at(self, site: SitePair) -> SiteMeasurement:
+        """The same tensors, met again at another place and other moments."""
+        pairs = zip(self.moments, site.moments, strict=True)
+        moments = tuple(replace(m, moment=(p.epoch, p.batch, p.call)) for m, p in pairs)
+        new = {old.moment: m.moment for old, m in zip(self.moments, moments, strict=True)}
+        place = None if self.max_abs_moment is None else new[self.max_abs_moment]
+        return replace(self, site=site, moments=moments, max_abs_moment=place)
+
     def summaries(self) -> tuple[Summary, Summary]:
         """The summaries of what was compared of both sides, merged over the moments."""
         pairs = [moment.summaries() for moment in self.moments]
