@@ -174,7 +174,7 @@ def test_plan_runs_nothing(run: Run, target: str, tmp_path: Path) -> None:
         (["nowhere.py:build", "-o", "{o}"], "'nowhere.py' does not exist"),
         (["{t}:build"], "Give a folder with -o DIR"),
         (["{t}:build", "-o", "{o}", "-l", "secnd"], "Near names: 'second'"),
-        (["{t}:build", "-o", "{o}", "--keep", "all"], "--keep must be tensors or summary"),
+        (["{t}:build", "-o", "{o}", "--keep", "all"], "--keep must be tensors, sketch or summary"),
         (["{t}:build", "-o", "{o}", "--budget", "much"], "'much' is no size"),
         (["{t}:build", "-o", "{o}", "--budget", "1"], "at least 1 MiB"),
         (["{t}:build", "-o", "{t}/x"], "Cannot create the folder"),

@@ -249,11 +249,11 @@ def test_moments_are_checked(net: Net, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": "everything"}, "keep must be 'tensors' or 'summary', got 'everything'"),
+        ({"keep": "everything"}, "keep must be 'tensors', 'sketch' or 'summary', got 'everything'"),
         ({"outputs": False}, "Nothing to record"),
         ({"budget": 10}, "at least 1 MiB"),
         ({"layers": "hed"}, "head"),
-        ({"against": "runs/x"}, "needs comparing"),
+        ({"stop": True}, "against=RUN"),
     ],
 )
 def test_wrong_options_are_sentences(net: Net, tmp_path, options, message) -> None:

@@ -24,7 +24,15 @@ from .common import (
 if TYPE_CHECKING:
     from ..comparing.results import Comparison, LayerComparison
 
-__all__ = ["FloorOption", "MapOption", "PresetOption", "RuleOption", "compare"]
+__all__ = [
+    "DIFFERS",
+    "FloorOption",
+    "MapOption",
+    "PresetOption",
+    "RuleOption",
+    "compare",
+    "print_answer",
+]
 
 DIFFERS = 1
 
@@ -156,6 +164,11 @@ def _resolved(reference: str, name: str, partial: bool) -> str:
     from ..selection.recorded import find_layer
 
     return find_layer(open_recording(reference, partial=partial), name).name
+
+
+def print_answer(comparison: Comparison) -> None:
+    """A table and the answer in a sentence."""
+    _print(comparison, list(comparison.layers), alone=False)
 
 
 def _print(comparison: Comparison, rows: list[LayerComparison], *, alone: bool) -> None:

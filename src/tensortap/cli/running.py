@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import RecordingError, TapError, TargetError
 
 if TYPE_CHECKING:
+    from ..comparing.results import Comparison
     from ..recording.reader import Recording
     from ..taps import Recorder
     from ..targets import Batch, Target
 
-__all__ = ["Settings", "record_target"]
+__all__ = ["Outcome", "Settings", "record_target", "run_target"]
 
 _BACKWARD = (
     "Gradients are those of the output's loss where it has one, else of the mean of its first "
@@ -32,24 +33,55 @@ class Settings:
     inputs: bool = False
     outputs: bool = True
     grads: bool = False
-    keep: Literal["tensors", "summary"] = "tensors"
+    keep: Literal["tensors", "sketch", "summary"] = "tensors"
     histograms: bool = False
     budget: int = 1 << 30
     overwrite: bool = False
     early_stop: bool = True
     strict: bool = False
+    command: str | None = None
+    against: str | None = None
+    stop: bool = False
+    full: bool = False
+    floor: str | None = None
+    rules: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
+    preset: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A recording that was made, and how it compares, when it was made against another."""
+
+    recording: Recording
+    seconds: float
+    seen: int = 0
+    kept: int = 0
+    comparison: Comparison | None = None
 
 
 def record_target(
     target: Target, path: str, settings: Settings, progress: Callable[[int, int | None], None]
 ) -> tuple[Recording, float]:
     """Run every batch of a target under a recorder: the recording, and the seconds it took."""
+    outcome = run_target(target, path, settings, progress)
+    return outcome.recording, outcome.seconds
+
+
+def run_target(
+    target: Target, path: str, settings: Settings, progress: Callable[[int, int | None], None]
+) -> Outcome:
+    """Run the batches of a target under a recorder, until they end or the recorder stops them."""
     import torch
 
     from ..recording import reader
     from ..taps import TapWarning, record
 
-    about: dict[str, Any] = {"spec": target.name, "prompt": target.prompt}
+    about: dict[str, Any] = {
+        "spec": target.name,
+        "prompt": target.prompt,
+        "command": settings.command,
+    }
     if target.config is not None:
         about["config"] = target.config
     recorder = record(
@@ -63,6 +95,13 @@ def record_target(
         budget=settings.budget,
         histograms=settings.histograms,
         overwrite=settings.overwrite,
+        against=settings.against,
+        stop=settings.stop,
+        full=settings.full,
+        floor=settings.floor,
+        rules=settings.rules,
+        map=settings.maps,
+        preset=settings.preset,
         strict=settings.strict,
         mode=target.mode,
         target=about,
@@ -76,7 +115,7 @@ def record_target(
             for index, batch in enumerate(target.batches):
                 progress(index, len(target.batches))
                 _run(recorder, target, batch, settings, index)
-                if recorder.failure is not None:
+                if recorder.failure is not None or recorder.stopped is not None:
                     break
                 recorder.step()
     progress(len(target.batches), len(target.batches))
@@ -85,7 +124,9 @@ def record_target(
     recording = reader.open(path)
     if not recording.layers:
         raise RecordingError(f"Nothing was recorded to {path}. {' '.join(recording.notes)}")
-    return recording, time.monotonic() - start
+    seconds = time.monotonic() - start
+    compared = None if settings.against is None else recorder.comparison
+    return Outcome(recording, seconds, recorder.tally.seen, recorder.tally.kept, compared)
 
 
 def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, index: int) -> None:

@@ -16,6 +16,7 @@ from .schema import (
     HISTOGRAM_BUCKETS,
     HISTOGRAM_COUNTS,
     PADDING,
+    SKETCHES,
     SUMMARIES,
 )
 from .segment import HeaderBuilder, Segment, read_segment
@@ -85,7 +86,7 @@ def _merge(store: Store, group: list[Segment]) -> None:
 
 def _take(builder: HeaderBuilder, segment: Segment, parts: list[tuple[int, Segment, str]]) -> None:
     """Take over one segment's tensors, rows, summaries and histograms."""
-    special = (SUMMARIES, HISTOGRAM_BUCKETS, HISTOGRAM_COUNTS)
+    special = (SUMMARIES, HISTOGRAM_BUCKETS, HISTOGRAM_COUNTS, SKETCHES)
     ours = [n for n in segment.tensors if n not in special and not n.startswith(PADDING)]
     for name in sorted(ours, key=lambda n: segment.tensors[n][2]):
         code, shape, start, stop = segment.tensors[name]
@@ -99,6 +100,11 @@ def _take(builder: HeaderBuilder, segment: Segment, parts: list[tuple[int, Segme
         for row, length in segment.histograms:
             part = slice(at, at + length)
             builder.histograms.append((base + row, buckets[part], counts[part]))
+            at += length
+    if segment.sketches:
+        values, at = segment.array(SKETCHES, "<f8"), 0
+        for row, length in segment.sketches:
+            builder.sketch(base + row, values[at : at + length])
             at += length
     for site, *moment, tensor, summary in segment.rows:
         row = base + summary if summary >= 0 else -1

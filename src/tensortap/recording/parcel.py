@@ -65,6 +65,7 @@ class Parcel:
     table_address: int = 0
     summaries: int = 0
     histograms: dict[int, Sparse] = field(default_factory=dict)
+    sketches: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     direct: torch.Tensor | None = None
     done: threading.Event | None = None
 

@@ -12,10 +12,11 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import DamagedError, NotARecordingError, RecordingError, SelectionError
@@ -23,7 +24,15 @@ from ..numerics import summarize
 from ..numerics.histogram import Histogram
 from ..numerics.summary import Summary
 from .dtypes import from_bytes, torch_dtype
-from .schema import HISTOGRAM_BUCKETS, HISTOGRAM_COUNTS, MANIFEST, Manifest, Port, Status
+from .schema import (
+    HISTOGRAM_BUCKETS,
+    HISTOGRAM_COUNTS,
+    MANIFEST,
+    SKETCHES,
+    Manifest,
+    Port,
+    Status,
+)
 from .segment import RawRow, Segment, read_segment, sorted_rows, tensor_id
 from .store import Store, open_store
 
@@ -104,6 +113,15 @@ def _damage(damaged: list[DamagedError], segments: list[Segment]) -> str:
     return f"{damaged[0]} {rest}: read them with --partial (tap.open(path, partial=True))."
 
 
+def _places(lengths: Sequence[tuple[int, int]]) -> dict[int, slice]:
+    """Where each row's stretch lies, among stretches one behind the other."""
+    places, at = {}, 0
+    for row, length in lengths:
+        places[row] = slice(at, at + length)
+        at += length
+    return places
+
+
 def _skipped_in_words(skipped: list[dict[str, Any]]) -> list[str]:
     """A sentence a reason, with the places it holds for."""
     places: dict[str, list[str]] = {}
@@ -170,9 +188,15 @@ class Record:
         if not self.stored:
             raise RecordingError(
                 f"The {self.port} of layer '{self.layer}' was recorded as a summary alone "
-                "(keep='summary'); there is no tensor. Record again with keep='tensors'."
+                f"({self._recording._why_slim()}); there is no tensor. Record again with "
+                "keep='tensors'."
             )
         return self._recording._load(self)
+
+    @property
+    def sketch(self) -> np.ndarray[Any, Any] | None:
+        """The sampled values that were kept in place of the tensor; None where there are none."""
+        return self._recording._sketch(self._segment, self._summary_row)
 
     def to_dict(self) -> dict[str, Any]:
         """Where and when, and the summary, as JSON holds it."""
@@ -255,6 +279,7 @@ class Recording(Mapping[str, Layer]):
         self._rows = rows
         self._layers: dict[str, Layer] = {}
         self._histogram_places: dict[str, dict[int, slice]] = {}
+        self._sketch_places: dict[str, dict[int, slice]] = {}
 
     @property
     def status(self) -> Status:
@@ -402,14 +427,26 @@ class Recording(Mapping[str, Layer]):
             )
         return from_bytes(data, dtype, record.shape)
 
+    def _why_slim(self) -> str:
+        """Why a record of this recording may be a summary alone."""
+        selection = self.manifest.selection
+        if selection.get("against"):
+            return f"it agreed with {selection['against']}, which it was recorded against"
+        return f"keep='{selection.get('keep', 'summary')}'"
+
+    def _sketch(self, segment: Segment, row: int) -> np.ndarray[Any, Any] | None:
+        places = self._sketch_places.get(segment.name)
+        if places is None:
+            places = self._sketch_places[segment.name] = _places(segment.sketches)
+        if row not in places:
+            return None
+        found: np.ndarray[Any, Any] = segment.array(SKETCHES, "<f8")[places[row]]
+        return found
+
     def _histogram(self, segment: Segment, row: int) -> Histogram | None:
         places = self._histogram_places.get(segment.name)
         if places is None:
-            places, at = {}, 0
-            for owner, length in segment.histograms:
-                places[owner] = slice(at, at + length)
-                at += length
-            self._histogram_places[segment.name] = places
+            places = self._histogram_places[segment.name] = _places(segment.histograms)
         if row not in places:
             return None
         buckets = segment.array(HISTOGRAM_BUCKETS, "<u2")[places[row]]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..errors import DamagedError, VersionError
 
 __all__ = [
+    "COMPARISON",
     "FORMAT",
     "MANIFEST",
     "PORTS",
@@ -27,10 +28,12 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "recording.json"
+COMPARISON = "comparison.json"
 HEADER_KEY = "tensortap"
 SUMMARIES = "summaries"
 HISTOGRAM_BUCKETS = "histogram_buckets"
 HISTOGRAM_COUNTS = "histogram_counts"
+SKETCHES = "sketch_values"
 PADDING = "padding."
 
 Port = Literal["input", "output", "grad_input", "grad_output"]

@@ -24,6 +24,7 @@ from .schema import (
     HISTOGRAM_COUNTS,
     PADDING,
     PORTS,
+    SKETCHES,
     SUMMARIES,
     Site,
 )
@@ -57,6 +58,7 @@ class HeaderBuilder:
     histograms: list[tuple[int, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = field(
         default_factory=list
     )
+    sketches: list[tuple[int, np.ndarray[Any, Any]]] = field(default_factory=list)
     merged: list[str] = field(default_factory=list)
     size: int = 0
     estimate: int = 1024
@@ -91,6 +93,11 @@ class HeaderBuilder:
         self.rows.append(row)
         self.estimate += 80
 
+    def sketch(self, row: int, values: np.ndarray[Any, Any]) -> None:
+        """Keep a few values of the tensor whose summary stands in this row."""
+        self.sketches.append((row, values))
+        self.estimate += 24
+
     def header(self) -> bytes:
         document = {
             "format": FORMAT,
@@ -103,6 +110,8 @@ class HeaderBuilder:
             "rows": self.rows,
             "histograms": [[row, len(buckets)] for row, buckets, _ in self.histograms],
         }
+        if self.sketches:
+            document["sketches"] = [[row, len(values)] for row, values in self.sketches]
         text = json.dumps(document, separators=(",", ":"))
         whole = {"__metadata__": {HEADER_KEY: text}, **self.tensors}
         return json.dumps(whole, separators=(",", ":")).encode("utf-8")
@@ -121,6 +130,10 @@ class HeaderBuilder:
             parts.append((start, buckets.tobytes()))
             start = self.place(HISTOGRAM_COUNTS, "I64", counts.shape, counts.nbytes)
             parts.append((start, counts.tobytes()))
+        if self.sketches:
+            values = np.concatenate([v for _, v in self.sketches]).astype(np.float64)
+            start = self.place(SKETCHES, "F64", values.shape, values.nbytes)
+            parts.append((start, values.tobytes()))
         return parts
 
 
@@ -139,6 +152,7 @@ class Segment:
     histograms: tuple[tuple[int, int], ...]
     data_start: int
     padding: int
+    sketches: tuple[tuple[int, int], ...] = ()
 
     def view(self, tensor: str) -> memoryview:
         _, _, start, stop = self.tensors[tensor]
@@ -226,6 +240,10 @@ def _build(
             raise DamagedError(f"{where} is corrupt: the row {row} points to no site.")
         if row[6] >= summaries[0]:
             raise DamagedError(f"{where} is corrupt: the row {row} points to no summary.")
+    sketches = tuple((int(r), int(n)) for r, n in document.get("sketches", ()))
+    kept = tensors[SKETCHES][1] if SKETCHES in tensors else (0,)
+    if sketches and kept != (sum(count for _, count in sketches),):
+        raise DamagedError(f"{where} is corrupt: its sketches have shape {list(kept)}.")
     return Segment(
         store=store,
         name=name,
@@ -238,6 +256,7 @@ def _build(
         histograms=tuple((int(r), int(n)) for r, n in document.get("histograms", ())),
         data_start=header[0],
         padding=header[1],
+        sketches=sketches,
     )
 
 

@@ -229,6 +229,8 @@ class Spool:
             builder.summaries.append(row)
             if histogram is not None:
                 builder.histograms.append((index, *histogram))
+            if line.number < 0 and line.summary in parcel.sketches:
+                builder.sketch(index, parcel.sketches[line.summary])
         site = builder.site(self._sites[line.site])
         builder.row((site, *line.moment, line.number, index))
 

@@ -35,7 +35,7 @@ from .merge import merge_small
 from .parcel import Entry, Flush, Line, Moment, Parcel
 from .pieces import address_of
 from .rows import fill_row, sparse
-from .schema import MANIFEST, Manifest, Row, Site, Status
+from .schema import COMPARISON, MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Spool
 from .store import Store, open_store
 
@@ -63,6 +63,8 @@ def prepare(store: Store, *, overwrite: bool) -> None:
         )
     for name in sorted(old, key=lambda n: n != MANIFEST):
         store.remove(name)
+    if old:
+        store.remove(COMPARISON)
 
 
 def _is_segment(name: str) -> bool:
@@ -243,9 +245,14 @@ class Writer:
             self._add_summary(site, moment, index)
 
     def summary_line(
-        self, site: int, moment: Moment, row: Row64, histogram: Histogram | None = None
+        self,
+        site: int,
+        moment: Moment,
+        row: Row64,
+        histogram: Histogram | None = None,
+        sketch: Row64 | None = None,
     ) -> None:
-        """Keep a raw summary row that was made before."""
+        """Keep a raw summary row that was made before, and a sketch of the values."""
         if not self._takes():
             return
         with self._lock:
@@ -254,6 +261,8 @@ class Writer:
             self._parcel.table[index] = row
             if histogram is not None:
                 self._parcel.histograms[index] = histogram.sparse()
+            if sketch is not None:
+                self._parcel.sketches[index] = sketch
             self._add_summary(site, moment, index)
 
     def _add_summary(self, site: int, moment: Moment, index: int) -> None:

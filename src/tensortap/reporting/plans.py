@@ -33,10 +33,12 @@ class TargetPlan:
 
     def nbytes(self, keep: str) -> int:
         """The bytes of one batch, which are at most this: a tensor seen twice is stored once."""
+        from ..numerics.sampling import SKETCH
         from ..numerics.summary import WIDTH
 
-        if keep == "summary":
-            return len(self.rows) * WIDTH * 8
+        if keep != "tensors":
+            each = WIDTH + (SKETCH if keep == "sketch" else 0)
+            return len(self.rows) * each * 8
         return sum(row.nbytes or 0 for row in self.rows)
 
     def sentence(self, keep: str) -> str:

@@ -43,6 +43,7 @@ class Tap(Protocol):
     notes: list[str]
     structure: Structure
     stopped_behind: str | None  # the layer behind which forward passes were left early
+    can_stop: bool  # whether a forward pass may be left early without harm, once attached
 
     def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
         """Begin to listen. What goes wrong inside a hook is told, never raised into the model."""

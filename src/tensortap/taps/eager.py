@@ -82,6 +82,7 @@ class EagerTap:
         self.stopped_behind: str | None = None
         self._fused: set[int] = set()
         self._short_way = ports.outputs and not (ports.inputs or ports.grads)
+        self.can_stop = False
         self._root_listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
 
     # Attaching and detaching.
@@ -90,7 +91,13 @@ class EagerTap:
         self._sink, self._on_failure = sink, on_failure
         is_compiled = compiled.contains_compiled(self.model)
         self._fused = set() if is_compiled else find_fused(self.model)
-        wants_inputs = self.ports.inputs or self.ports.grads
+        wants_inputs = self.ports.inputs or self.ports.grads or sink.judge is not None
+        self.can_stop = self._may_stop()
+        if sink.stop and not self.can_stop:
+            self.notes.append(
+                "The model cannot be left early (it is compiled or offloaded, or gradients were "
+                "asked for): it runs on behind the first divergence."
+            )
         before: dict[int, list[Callable[..., None]]] = {}
         after: dict[int, Callable[..., None]] = {}
         if id(self.model) in self._fused:
@@ -116,7 +123,7 @@ class EagerTap:
             self._handles.append(place.output_hook)
         if after or before:
             self._handles += listen_globally(before, after)
-            if after and wants_inputs:
+            if after and (self.ports.inputs or self.ports.grads):
                 self.notes.append(
                     f"Keyword arguments of {len(after)} layers inside nn.TransformerEncoderLayer "
                     "are not recorded: their inputs are the positional ones."
@@ -155,18 +162,21 @@ class EagerTap:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
         calls = self._rehearse(args, kwargs) if early_stop and self._may_stop() else {}
-        if not calls:
-            output = self.model(*args, **kwargs)
-            self.drain()
-            return output
-        self._unfinished = dict(calls)
+        self._unfinished = dict(calls) if calls else None
         try:
-            return self.model(*args, **kwargs)
+            output = self.model(*args, **kwargs)
         except StopForward as stop:
-            self.stopped_behind = str(stop)
+            if not self._diverged():
+                self.stopped_behind = str(stop)
             return None
         finally:
             self._unfinished = None
+        self.drain()
+        return output
+
+    def _diverged(self) -> bool:
+        """Whether the run has left its reference and is to be stopped there."""
+        return self._sink is not None and self._sink.ended and self.can_stop
 
     def _may_stop(self) -> bool:
         """Whether a forward pass may be left early without harm or loss."""
@@ -248,6 +258,8 @@ class EagerTap:
             sink = self._sink
             if sink is None:
                 return
+            if self._diverged():
+                raise StopForward(place.slot.name)
             try:
                 with unseen():
                     if _recomputing():
@@ -256,6 +268,8 @@ class EagerTap:
                         self._leave(place, sink, output)
             except Exception as error:  # the model must not notice
                 self._fail(error)
+            if self._diverged():
+                raise StopForward(place.slot.name)
             self._stop_if_done(place)
 
         return Listener(hook)
@@ -266,7 +280,9 @@ class EagerTap:
         if self._compiled:
             self.drain()
         call = sink.begin(place.slot)
-        held = sink.hold(place.slot, "input", leaves) if self.ports.inputs else []
+        held = []
+        if self.ports.inputs or sink.judge is not None:
+            held = sink.hold(place.slot, "input", leaves, asked=self.ports.inputs)
         place.pending.setdefault(get_ident(), []).append((call, held))
         if self.ports.grads and self.ports.inputs:
             self._listen_to_grads(call, "grad_input", leaves)

@@ -8,18 +8,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import __version__
-from ..errors import OptionError, RecordingError, RecordingExistsError
-from ..recording.schema import MANIFEST, Manifest
+from ..errors import OptionError, RecordingError, RecordingExistsError, TapError
+from ..recording import reader
+from ..recording.schema import COMPARISON, MANIFEST, Manifest
 from ..recording.store import open_store
 from ..recording.writer import Writer, now
 from .base import Ports, Tap, find_tap
 from .describe import InputLog, describe_environment, device_of
-from .sink import Keep, Sink
+from .eager import StopForward
+from .judging import Judge
+from .sink import Keep, Sink, Tally
+
+if TYPE_CHECKING:
+    from ..comparing.results import Comparison
+    from ..recording.reader import Recording
 
 __all__ = ["Recorder", "TapWarning", "record"]
 
@@ -40,8 +47,13 @@ def record(
     budget: int = 1 << 30,
     histograms: bool = False,
     overwrite: bool = False,
-    against: str | os.PathLike[str] | None = None,
+    against: str | os.PathLike[str] | Recording | None = None,
     stop: bool = False,
+    full: bool = False,
+    floor: str | os.PathLike[str] | Recording | None = None,
+    rules: str | Sequence[str] = (),
+    map: str | Sequence[str] = (),
+    preset: str | None = None,
     strict: bool = False,
     mode: str | None = None,
     target: dict[str, Any] | None = None,
@@ -59,21 +71,31 @@ def record(
             model without any, the leaves.
         inputs: also what each layer receives; `outputs`: what it returns; `grads`: the gradients of
             the outputs, and with `inputs` of the inputs, when a backward pass is run.
-        keep: "tensors", or "summary" for statistics alone.
+        keep: "tensors", "summary" for statistics alone, or "sketch" for statistics and a thousand
+            sampled values of each tensor.
         budget: the most extra memory in bytes; beyond it the model waits for the disk.
         histograms: also keep a histogram in each summary.
         overwrite: replace a recording that is there.
+        against: a recording to compare with while the model runs. Tensors are kept only where they
+            differ, and of the first divergence with what went in; `rec.comparison` is the answer.
+        stop: end the model at the first divergence. full: keep every tensor all the same.
+        floor, rules, map, preset: how to judge, as in `tap.compare`.
         strict: a recorder that fails raises. Otherwise it warns once and the model runs on.
         mode: the name of the variant, kept in the manifest.
         target: what else the manifest should say of the target.
     """
-    if against is not None or stop:
-        raise OptionError(
-            "record(against=…, stop=…) needs comparing, which this version of tensortap does not "
-            "have yet. Record both runs and look at them with tensortap show."
-        )
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"path must be a folder's path or URL, got {path!r}.")
+    judge: Judge | None = None
+    if against is not None:
+        from ..comparing.streaming import Stream  # the one place where taps reach for comparing
+
+        judge = Stream(against, path, floor=floor, rules=rules, map=map, preset=preset, full=full)
+    elif stop or full or floor is not None or rules or map or preset is not None:
+        raise OptionError(
+            "stop, full, floor, rules, map and preset say how to judge a run against another. Name "
+            "the other one: against=RUN (--against RUN)."
+        )
     return Recorder(
         model,
         os.fspath(path),
@@ -87,6 +109,8 @@ def record(
         strict=strict,
         mode=mode,
         target=target or {},
+        judge=judge,
+        stop=stop,
     )
 
 
@@ -108,6 +132,8 @@ class Recorder:
         strict: bool,
         mode: str | None,
         target: dict[str, Any],
+        judge: Judge | None = None,
+        stop: bool = False,
     ) -> None:
         _check_options(layers, ports, keep, budget)
         self.path = path
@@ -121,6 +147,10 @@ class Recorder:
         self._strict = strict
         self._mode = mode
         self._target = target
+        self._judge = judge
+        self._stop = stop
+        self._answer: Comparison | TapError | None = None
+        self.tally = Tally()
         self._layers = [layers] if isinstance(layers, str) else list(layers)
         self._inputs = InputLog()
         self._writer: Writer | None = None
@@ -150,21 +180,53 @@ class Recorder:
         """What a user should know about this recording."""
         return list(self.tap.notes)
 
+    @property
+    def stopped(self) -> str | None:
+        """The layer at which the model was stopped, because it diverged there; else None."""
+        found = None if self._judge is None else self._judge.divergence
+        return found.layer if found is not None and self._stop and self.tap.can_stop else None
+
+    @property
+    def comparison(self) -> Comparison:
+        """How this run compares with the one it is recorded against, as far as it has run."""
+        if self._judge is None:
+            raise OptionError(
+                "This recording is compared with nothing. Name a reference: tap.record(…, "
+                "against=RUN)."
+            )
+        if isinstance(self._answer, TapError):
+            raise self._answer
+        if self._answer is not None:
+            return self._answer
+        found: Comparison = self._judge.conclude(self._so_far(), self.stopped is not None)
+        return found
+
     # Starting and ending.
 
     def start(self) -> Recorder:
         """Begin to record; `with` does this."""
         if self._writer is not None:
             raise OptionError("This recorder was started before. Make a new one: tap.record(…).")
+        manifest = self._manifest()
+        if self._judge is not None:
+            candidate = reader.Recording(open_store(self.path), manifest, [], [])
+            self._judge.begin(candidate, self.tap.slots, _rank())
         self._writer = Writer(
             self.path,
-            self._manifest(),
+            manifest,
             budget=self._budget,
             overwrite=self._overwrite,
             histograms=self._histograms,
             rank=_rank(),
         )
-        self._sink = Sink(self._writer, self._keep, self._budget // 4)
+        self._sink = Sink(
+            self._writer,
+            self._keep,
+            self._budget // 4,
+            judge=self._judge,
+            stop=self._stop,
+            tally=self.tally,
+        )
         self.tap.on_root_call(self._see_inputs)
         try:
             self.tap.attach(self._sink, self._fail)
@@ -181,6 +243,7 @@ class Recorder:
             return
         self.tap.detach()
         reason = self._trouble or failure
+        missed = [] if reason else self._missed()
         self._writer.close(
             status="failed" if reason else "complete",
             failure=reason,
@@ -192,12 +255,48 @@ class Recorder:
             selection={
                 **self._writer.manifest.selection,
                 "stopped_behind": self.tap.stopped_behind,
+                **self._about_judging(),
             },
-            notes=self.notes + ([] if reason else self._missed()),
+            notes=[*self.notes, *missed],
         )
-        self.tap.notes += [] if reason else self._missed()
+        self.tap.notes += missed
         self._sink = None
+        if self._judge is not None and self._answer is None:
+            self._conclude(self._judge)
         self._report()
+
+    def _about_judging(self) -> dict[str, Any]:
+        """What the manifest says of the run that this one was compared with."""
+        if self._judge is None:
+            return {}
+        found = self._judge.divergence
+        return {
+            "against": self._judge.reference,
+            "first_divergence": None if found is None else found.to_dict(),
+            "stopped_at": self.stopped,
+        }
+
+    def _so_far(self) -> Recording:
+        """The recording as far as its manifest goes: what a judge knows while the model runs."""
+        assert self._writer is not None
+        inputs = {**self._writer.manifest.inputs, **self._inputs.to_dict()}
+        manifest = replace(self._writer.manifest, inputs=inputs, status="complete")
+        return reader.Recording(self._writer.store, manifest, [], [])
+
+    def _conclude(self, judge: Judge) -> None:
+        """Draw the comparison and put it beside the recording."""
+        try:
+            recording = reader.open(self.path, partial=True)
+            found: Comparison = judge.conclude(recording, self.stopped is not None)
+        except TapError as error:
+            self._answer = error
+            return
+        self._answer = found
+        if _rank() == 0:
+            try:
+                open_store(self.path).write_text(COMPARISON, found.to_json() + "\n")
+            except OSError as error:
+                self.tap.notes.append(f"The comparison was not written: {error.strerror or error}.")
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -207,15 +306,24 @@ class Recorder:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> bool:
+        if isinstance(error, StopForward) and self.stopped is not None:
+            self.close()  # the block is left where the model diverged, as was asked
+            return True
         text = f": {error}" if error is not None and str(error) else ""
         self.close(None if kind is None else f"the run raised {kind.__name__}{text}")
+        return False
 
     # While it runs.
 
     def run(self, *args: Any, early_stop: bool = False, **kwargs: Any) -> Any:
-        """Run the model once; with `early_stop` no further than the last selected layer."""
+        """Run the model once; with `early_stop` no further than the last selected layer.
+
+        A recording that was stopped at the first divergence runs no more: None comes back.
+        """
         self._must_run()
+        if self.stopped is not None:
+            return None
         output = self.tap.run(args, kwargs, early_stop=early_stop)
         self._report()
         return output
@@ -277,7 +385,25 @@ class Recorder:
         warnings.warn(f"{text} The model runs on.", TapWarning, stacklevel=3)
 
     def _missed(self) -> list[str]:
-        """Selected layers from which nothing was heard."""
+        """Selected layers from which nothing was heard, and why, where we stopped the model."""
+        found = None if self._judge is None else self._judge.divergence
+        if self.stopped is not None and found is not None:
+            return [
+                f"The model was stopped at the first divergence, '{found.layer}' in batch "
+                f"{found.batch}: what runs behind it was not recorded."
+            ]
+        refused = 0 if self._sink is None else self._sink.snapshots.refused
+        large = (
+            [
+                f"{refused} inputs were too large to hold until their layer had run, and are known "
+                "by their summaries alone. A larger --budget holds them."
+            ]
+            if refused
+            else []
+        )
+        return large + self._unheard()
+
+    def _unheard(self) -> list[str]:
         unheard = [slot for slot in self.tap.slots if slot.seen == 0]
         heard = len(self.tap.slots) - len(unheard)
         reasons, unheard = self.tap.explain_silence(unheard)
@@ -313,6 +439,7 @@ class Recorder:
                 "ports": self._ports.names(),
                 "keep": self._keep,
                 "histograms": self._histograms,
+                "command": described.pop("command", None),
             },
             structure=replace(self.tap.structure),
             inputs={"prompt": described.pop("prompt", None)},
@@ -328,8 +455,8 @@ def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
         raise OptionError(f"layers must be a pattern or a list of patterns, got {layers!r}.")
     if not (ports.inputs or ports.outputs or ports.grads):
         raise OptionError("Nothing to record: inputs, outputs and grads are all off.")
-    if keep not in ("tensors", "summary"):
-        raise OptionError(f"keep must be 'tensors' or 'summary', got {keep!r}.")
+    if keep not in ("tensors", "sketch", "summary"):
+        raise OptionError(f"keep must be 'tensors', 'sketch' or 'summary', got {keep!r}.")
     if not isinstance(budget, int) or budget < 1 << 20:
         raise OptionError(f"budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
 

@@ -1,7 +1,8 @@
 """Where a tap pours what it hears: gives each tensor its place, moment and order.
 
 A tap says "this layer's output, these tensors"; the sink knows the epoch, batch and call, whether
-tensors or summaries are kept, and what to do with a tensor that cannot be kept.
+tensors or summaries are kept, and what to do with a tensor that cannot be kept. With a judge, what
+is kept is decided when a call ends.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import torch
 
 from ..errors import TapError
 from ..numerics.histogram import Histogram
+from ..numerics.sampling import SKETCH, sample
 from ..numerics.summary import WIDTH
 from ..recording.dtypes import dtype_name
 from ..recording.rows import fill_row
 from ..recording.schema import Port, Site
 from ..recording.writer import Writer
+from .judging import Judge, Snapshots, Values
 from .plain import Unrecordable, is_plain, plain_parts
 
-__all__ = ["Call", "Held", "Keep", "Sink", "Slot"]
+__all__ = ["Call", "Held", "Keep", "Sink", "Slot", "Tally"]
 
-Keep = Literal["tensors", "summary"]
+Keep = Literal["tensors", "sketch", "summary"]
 
 
 _UNTAKEABLE = (Unrecordable, TapError, RuntimeError, NotImplementedError, TypeError)
@@ -65,7 +68,11 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A tensor's values, taken, whose row is not written yet."""
+    """A tensor's values, taken, whose row is not written yet.
+
+    `asked` is False for an input that is held only in case its layer turns out to be the first that
+    diverged. `values` are there for a judge to look at.
+    """
 
     port: Port
     leaf: str
@@ -75,6 +82,17 @@ class Held:
     number: int = -1
     row: np.ndarray[Any, Any] | None = None
     histogram: Histogram | None = None
+    sketch: np.ndarray[Any, Any] | None = None
+    values: Values | None = None
+    asked: bool = True
+
+
+@dataclass
+class Tally:
+    """How many bytes of tensors were seen, and how many of them kept."""
+
+    seen: int = 0
+    kept: int = 0
 
 
 @dataclass(eq=False)
@@ -84,12 +102,23 @@ class Sink:
     writer: Writer
     keep: Keep = "tensors"
     limit: int = 1 << 30
+    judge: Judge | None = None
+    stop: bool = False
     epoch: int = 0
     batch: int = 0
     skipped: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
     _order: Any = field(default_factory=itertools.count)
     _sites: dict[Any, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.snapshots = Snapshots(self.limit)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the model has diverged and should run no further."""
+        return self.stop and self.judge is not None and self.judge.divergence is not None
 
     def begin(self, slot: Slot) -> Call:
         """Count a call of this layer in the current step."""
@@ -106,9 +135,16 @@ class Sink:
             slot.calls = 0
 
     def hold(
-        self, slot: Slot, port: Port, leaves: Sequence[tuple[str, torch.Tensor | None]]
+        self,
+        slot: Slot,
+        port: Port,
+        leaves: Sequence[tuple[str, torch.Tensor | None]],
+        *,
+        asked: bool = True,
     ) -> list[Held]:
-        """Take the values of these tensors now."""
+        """Take the values of these tensors now; what was not asked for is held for the judge."""
+        if not asked:
+            return self._hold_unasked(port, leaves)
         held: list[Held] = []
         for leaf, tensor in leaves:
             if tensor is None:
@@ -124,7 +160,7 @@ class Sink:
 
     def output(self, slot: Slot, tensor: torch.Tensor) -> bool:
         """The short way for the commonest case, a plain tensor whose summary is kept."""
-        if self.keep != "summary" or not is_plain(tensor):
+        if self.keep != "summary" or self.judge is not None or not is_plain(tensor):
             return False
         key = (slot.index, tensor.shape, tensor.dtype, tensor.device)
         site = self._sites.get(key)
@@ -143,13 +179,31 @@ class Sink:
 
     def emit(self, call: Call, held: Sequence[Held]) -> None:
         """Write the rows of what was taken, in the order in which calls finish."""
+        kept = frozenset[str]()
+        if self.judge is not None:
+            with self._lock:
+                kept = self.judge.keep(call, held)
         for item in held:
+            if not item.asked and item.port not in kept:
+                continue
+            number = item.number
+            if self.judge is not None and item.values is not None:
+                number = self._kept(item) if item.port in kept else -1
             site = self._site(call.slot, item)
             moment = (next(self._order), call.epoch, call.batch, call.call)
-            if item.row is not None:
-                self.writer.summary_line(site, moment, item.row, item.histogram)
+            if number < 0 and item.row is not None:
+                self.writer.summary_line(site, moment, item.row, item.histogram, item.sketch)
             else:
-                self.writer.line(site, moment, item.number)
+                self.writer.line(site, moment, number)
+            item.values = None
+
+    def _kept(self, item: Held) -> int:
+        """Store a tensor that the judge wants to see in full."""
+        assert item.values is not None
+        if self.keep != "tensors" or item.values.tensor is None:
+            return -1
+        self.tally.kept += item.values.nbytes
+        return self.writer.take(item.values.tensor)
 
     def skip(self, slot: Slot, port: Port, leaf: str, reason: str) -> None:
         self.skipped[(slot.name, port, leaf, reason)] += 1
@@ -161,13 +215,35 @@ class Sink:
             parts = list(plain_parts(tensor, self.limit))
         return [self._take(port, leaf + tail, part, tensor.device) for tail, part in parts]
 
+    def _hold_unasked(
+        self, port: Port, leaves: Sequence[tuple[str, torch.Tensor | None]]
+    ) -> list[Held]:
+        held: list[Held] = []
+        if self.judge is None or self.judge.divergence is not None:
+            return held
+        for leaf, tensor in leaves:
+            if tensor is not None and is_plain(tensor):
+                values = self.snapshots.hold(tensor)
+                if values is not None:
+                    found = Held(port, leaf, tensor.shape, tensor.dtype, tensor.device)
+                    found.values, found.asked = values, False
+                    held.append(found)
+        return held
+
     def _take(self, port: Port, leaf: str, tensor: torch.Tensor, device: torch.device) -> Held:
-        shape, dtype = tensor.shape, tensor.dtype
-        if self.keep == "summary":
-            row = np.empty(WIDTH)
-            histogram = fill_row(row, tensor, self.writer.histograms)
-            return Held(port, leaf, shape, dtype, device, -1, row, histogram)
-        return Held(port, leaf, shape, dtype, device, self.writer.take(tensor))
+        held = Held(port, leaf, tensor.shape, tensor.dtype, device)
+        if self.judge is None and self.keep == "tensors":
+            held.number = self.writer.take(tensor)
+            return held
+        held.row = np.empty(WIDTH)
+        held.histogram = fill_row(held.row, tensor, self.writer.histograms)
+        if self.keep == "sketch":
+            held.sketch = sample(tensor, SKETCH)
+        if self.judge is not None:
+            self.tally.seen += tensor.numel() * tensor.element_size()
+            later = port == "input"  # its layer runs before it is judged
+            held.values = self.snapshots.hold(tensor) if later else self.snapshots.now(tensor)
+        return held
 
     def _site(self, slot: Slot, item: Held) -> int:
         key = (slot.index, item.port, item.leaf, item.shape, item.dtype, item.device)

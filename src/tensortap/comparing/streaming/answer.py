@@ -1,0 +1,149 @@
+"""From the sums of a stream to a comparison, with everything that `compare` would say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...recording.reader import Recording
+from ...recording.schema import Port
+from ...taps.judging import Divergence
+from ..align import LayerPair
+from ..checks import check_compared, notes_of, third_warnings, warnings_of
+from ..compare import Work, floor_words, inputs_of
+from ..environment import environment_differences, same_input
+from ..floor import Floor
+from ..moments import by_moment
+from ..parts import layer_row, missing_part, missing_row, unpaired_part
+from ..results import Comparison, LayerComparison, Part
+from ..rules import Rule
+from ..sites import SitePair
+from .live import live_layer, unstored
+from .merging import RowSum
+
+__all__ = ["Terms", "concluded"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a run is judged by."""
+
+    reference: Recording
+    floor_run: Recording | None
+    floor: Floor | None
+    work: Work
+    rules: tuple[Rule, ...]
+    preset: str | None
+
+
+def concluded(
+    terms: Terms,
+    candidate: Recording,
+    sums: Mapping[str, RowSum],
+    heard: Sequence[tuple[str, str]],
+    partners: Mapping[str, str],
+    stopped: Divergence | None,
+) -> Comparison:
+    """The comparison of what was heard (name and type, in order) with the whole reference."""
+    reference = terms.reference
+    rows = list(_rows(terms, sums, heard, partners, stopped))
+    check_compared(reference, candidate, rows)
+    paired = [LayerPair(None, None, total.matched_by) for total in sums.values()]
+    same, about_inputs = inputs_of(same_input(reference, candidate), rows)
+    if stopped is not None and same is False:
+        same = None  # the batches that were not run are no other inputs
+    differing, in_common = environment_differences(reference, candidate)
+    conditions = [
+        *(["Rules"] if terms.rules else []),
+        *([f"The preset {terms.preset}"] if terms.preset is not None else []),
+    ]
+    return Comparison(
+        reference=reference.path,
+        candidate=candidate.path,
+        layers=tuple(rows),
+        environment=differing,
+        in_common=in_common,
+        same_input=same,
+        floor=floor_words(terms.floor, terms.work, rows),
+        preset=terms.preset,
+        warnings=(
+            *warnings_of(reference, candidate, same, None, paired),
+            *third_warnings(reference, terms.floor_run, "floor"),
+        ),
+        notes=(
+            *about_inputs,
+            *_other_steps(reference, sums, stopped),
+            *notes_of(reference, candidate, terms.floor, conditions, rows),
+        ),
+    )
+
+
+def _rows(
+    terms: Terms,
+    sums: Mapping[str, RowSum],
+    heard: Sequence[tuple[str, str]],
+    partners: Mapping[str, str],
+    stopped: Divergence | None,
+) -> Iterator[LayerComparison]:
+    """The reference's layers in order; a layer of the candidate alone behind the one it follows."""
+    followers: dict[str | None, list[LayerComparison]] = {}
+    last: str | None = None
+    for name, kind in heard:
+        if partners.get(name) in sums:
+            last = partners[name]
+        else:
+            alone = missing_row(LayerPair(None, live_layer(name, kind), ""))
+            followers.setdefault(last, []).append(alone)
+    yield from followers.get(None, ())
+    listened = set(partners.values())
+    for name in terms.reference.layers:
+        total = sums.get(name)
+        if total is None:
+            row = missing_row(LayerPair(terms.reference[name], None, ""))
+            if stopped is not None and name in listened:
+                row = replace(row, note=f"{row.note}; the model was stopped at '{stopped.layer}'")
+            yield row
+            continue
+        parts = (*total.parts(), *_gaps(terms.reference, name, total))
+        left = terms.reference[name]
+        yield layer_row(left, live_layer(total.candidate, total.kind), total.matched_by, parts)
+        yield from followers.get(name, ())
+
+
+def _gaps(reference: Recording, layer: str, total: RowSum) -> Iterator[Part]:
+    """The ports and moments that one side alone has."""
+    leaves: dict[tuple[Port, str], list[tuple[int, int, int, int]]] = {}
+    for record in reference[layer].records:
+        moment = (record.rank, record.epoch, record.batch, record.call)
+        leaves.setdefault((record.port, record.leaf), []).append(moment)
+    for (port, leaf), moments in leaves.items():
+        theirs = total.heard.get(port)
+        if theirs is None:
+            yield missing_part(SitePair(port, leaf, leaf, (), missing="candidate"))
+            continue
+        way = by_moment(
+            [unstored(layer, port, leaf, moment) for moment in moments],
+            [unstored(layer, port, leaf, moment) for moment in sorted(theirs)],
+        )
+        if way.unpaired:
+            yield unpaired_part(SitePair(port, leaf, leaf, (), unpaired=way.unpaired))
+
+
+def _other_steps(
+    reference: Recording, sums: Mapping[str, RowSum], stopped: Divergence | None
+) -> list[str]:
+    """That the two runs have other batches: only those of both are compared."""
+    ours = set(reference.steps)
+    theirs = {
+        (epoch, batch)
+        for total in sums.values()
+        for moments in total.heard.values()
+        for _, epoch, batch, _ in moments
+    }
+    if stopped is not None or ours == theirs:
+        return []
+    return [
+        f"The reference has {len(ours)} batches, this run {len(theirs)}; {len(ours & theirs)} of "
+        "them are in both and were compared. Samples in other batches are compared by tensortap "
+        "compare, from two recordings in full."
+    ]
