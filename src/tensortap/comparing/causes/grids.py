@@ -26,7 +26,8 @@ _TOLERANCE = 0.01  # of a step
 _BITS = 24.0  # evidence that is asked for, beyond the choice of a scale
 _LEFT = 0.1
 _UNSURE = 0.05
-_FLOAT8 = {"float8_e4m3fn": (8, torch.float8_e4m3fn), "float8_e5m2": (4, torch.float8_e5m2)}
+# The coarser first: its significands are some of the other's.
+_FLOAT8 = {"float8_e5m2": (4, torch.float8_e5m2), "float8_e4m3fn": (8, torch.float8_e4m3fn)}
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,12 @@ def _offset(pairs: Pairs, reference: Tensor, candidate: Tensor, what: str) -> Fi
         rest *= pairs.finite[..., inside[1], :]
     border = pairs.difference[..., wrong, :].square().sum()
     left = float(rest.sum() + border) / pairs.energy
+    if what == "output":
+        rolled = pairs.left(reference.roll(by, axis))
+        if rolled <= best[0] + 1e-6:
+            text = f"tokens rolled by {by} (of {size})"
+            details = {"of": "tokens", "axis": axis, "roll": by}
+            return Fit("permutation", rolled, rolled, text, 1.2, _LEFT, details=details)
     tokens = "1 token" if abs(by) == 1 else f"{abs(by)} tokens"
     text = f"{what} off by {tokens}: token t holds what belongs to t {'-' if by > 0 else '+'} "
     text += f"{abs(by)} (of {size})"

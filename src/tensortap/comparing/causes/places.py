@@ -21,6 +21,7 @@ __all__ = ["Region", "region_fit", "regions"]
 
 _SHARE = 0.9  # of the squared error, that a small part must hold
 _CLEAR = 1e-3  # of the error inside, squared and relative: what the rest may have where it is right
+_STRICT = 1e-6
 _FEW = 0.05  # of the places
 _LONG = 1 << 16  # places; on a longer axis half of them must hold the error, or none is sought
 _NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
@@ -44,18 +45,13 @@ def regions(pairs: Pairs, found: Profile) -> Region | None:
     total = float(energy.sum())
     if not total > 0 or not math.isfinite(total):
         return None
-    sets: list[tuple[int, ...] | None] = []
-    last = len(pairs.sizes) - 1
-    for axis, name in enumerate(pairs.axes):
-        if axis == last:
-            e, r = found.channels[:, 0], found.channels[:, 1]
-        else:
-            others = tuple(a for a in range(last) if a != axis)
-            e, r = energy.sum(others), size.sum(others)
-        sets.append(_held(e, r, pairs.floor, ordered=name == "token"))
+    sets = _sets(pairs, energy, size, found)
+    rows = _rows(pairs, energy, size)
     if all(chosen is None for chosen in sets):
-        return _rows(pairs, energy, size)
+        return rows
     share = _share(pairs, energy, found, sets)
+    if rows is not None and sets[-1] is None and 2 * len(rows.rows) <= _count(sets, energy.shape):
+        return rows
     if share < _SHARE:
         return None
     named = [(axis, chosen) for axis, chosen in enumerate(sets) if chosen is not None]
@@ -67,6 +63,44 @@ def regions(pairs: Pairs, found: Profile) -> Region | None:
     if " from " not in text and " up to " not in text:
         text += " alone"
     return Region(tuple(sets), share, _kind(pairs.axes, pairs.sizes, sets), text)
+
+
+def _sets(
+    pairs: Pairs, energy: Floats, size: Floats, found: Profile
+) -> list[tuple[int, ...] | None]:
+    """For each axis the places that hold the error, None for all of them.
+
+    Where one axis has few of them, little of the others is left to tell by: there only what is
+    right to the last bit, or to rounding, is left out.
+    """
+    last = len(pairs.sizes) - 1
+    sums = []
+    for axis in range(last):
+        others = tuple(a for a in range(last) if a != axis)
+        sums.append((energy.sum(others), size.sum(others)))
+    sums.append((found.channels[:, 0], found.channels[:, 1]))
+    sets = [
+        _held(e, r, pairs.floor, _CLEAR, ordered=name == "token")
+        for (e, r), name in zip(sums, pairs.axes, strict=True)
+    ]
+    shares = {
+        axis: len(chosen) / pairs.sizes[axis]
+        for axis, chosen in enumerate(sets)
+        if chosen is not None
+    }
+    narrowest = min(shares, key=lambda axis: shares[axis], default=None)
+    for axis in shares:
+        if axis != narrowest:
+            e, r = sums[axis]
+            ordered = pairs.axes[axis] == "token"
+            sets[axis] = _held(e, r, pairs.floor, _STRICT, ordered=ordered)
+    return sets
+
+
+def _count(sets: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> int:
+    """How many rows are meant."""
+    pairs = zip(sets[:-1], shape, strict=True)
+    return math.prod(size if chosen is None else len(chosen) for chosen, size in pairs)
 
 
 def region_fit(region: Region) -> Fit:
@@ -109,7 +143,9 @@ def _share(
     return pairs.within(sets).energy / pairs.energy
 
 
-def _held(e: Floats, r: Floats, floor: float, *, ordered: bool) -> tuple[int, ...] | None:
+def _held(
+    e: Floats, r: Floats, floor: float, limit: float, *, ordered: bool
+) -> tuple[int, ...] | None:
     """The places that hold the error; None where they are all of them, or no clear part."""
     alive = np.flatnonzero((r > 0) | (e > 0))
     count, total = len(alive), float(e.sum())
@@ -132,8 +168,8 @@ def _held(e: Floats, r: Floats, floor: float, *, ordered: bool) -> tuple[int, ..
     outside = e[rest].sum() / r[rest].sum() if r[rest].sum() > 0 else 0.0
     if float(r[rest].sum()) == 0 and float(e[rest].sum()) == 0:
         return None
-    clear = outside <= max(_CLEAR * inside, min((2 * floor) ** 2, 0.05 * inside))
-    alone = outside <= 0.1 * inside
+    clear = outside <= max(limit * inside, min((2 * floor) ** 2, 50 * limit * inside))
+    alone = outside <= 100 * limit * inside
     positions = np.searchsorted(alive, chosen)
     run = int(positions[-1] - positions[0]) + 1 == number
     end = run and (positions[0] == 0 or positions[-1] == count - 1)
@@ -154,17 +190,16 @@ def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
     """A few rows here and there, as one token of each sample."""
     if sum(extent > 1 for extent in energy.shape) < 2:
         return None
-    chosen = _held(energy.reshape(-1), size.reshape(-1), pairs.floor, ordered=False)
-    if chosen is None or len(chosen) > max(_NOTEWORTHY, _FEW * energy.size):
+    chosen = _held(energy.reshape(-1), size.reshape(-1), pairs.floor, _CLEAR, ordered=False)
+    if chosen is None or len(chosen) > _NOTEWORTHY:
         return None
     share = float(energy.reshape(-1)[list(chosen)].sum() / energy.sum())
     index = [tuple(int(i) for i in np.unravel_index(row, energy.shape)) for row in chosen]
     words = [
         " of ".join(f"{pairs.axes[axis]} {place}" for axis, place in reversed(list(enumerate(row))))
-        for row in index[:_NOTEWORTHY]
+        for row in index
     ]
-    more = len(index) - len(words)
-    text = ", ".join(words) + (f" and {more} more" if more else "") + " alone"
+    text = ", ".join(words) + " alone"
     return Region((None,) * len(pairs.sizes), share, "tokens", text, tuple(index))
 
 
