@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .comparing.blame import Blame, BlamedLayer, blame
     from .comparing.causes import Cause
     from .comparing.compare import compare
+    from .comparing.replay import Replay, replay
     from .errors import TapError
     from .numerics import Difference, Histogram, Summary, summarize
     from .numerics.difference import difference
@@ -56,6 +57,7 @@ _HOMES = {
     "Record": "recording",
     "Recorder": "taps",
     "Recording": "recording",
+    "Replay": "comparing.replay",
     "Summary": "numerics",
     "TapError": "errors",
     "TapWarning": "taps",
@@ -68,6 +70,7 @@ _HOMES = {
     "open": "recording",
     "record": "taps",
     "register_metric": "comparing",
+    "replay": "comparing.replay",
     "summarize": "numerics",
     "testing": "testing",
 }
@@ -88,6 +91,7 @@ __all__ = [
     "Record",
     "Recorder",
     "Recording",
+    "Replay",
     "Summary",
     "TapError",
     "TapWarning",
@@ -100,6 +104,7 @@ __all__ = [
     "open",
     "record",
     "register_metric",
+    "replay",
     "summarize",
     "testing",
 ]

@@ -134,29 +134,25 @@ class _Stage:
         parts = self._parts(played)
         missing = list(dict.fromkeys(name for one in played for name in one.unrecorded))
         good = overall(parts) in ("identical", "within")
-        if good or not missing:
+        if good or (not missing and _stateless(self.site.module)):
             return "alone", played, parts, []
-        told = ", ".join(missing[:6]) + (", …" if len(missing) > 6 else "")
+        left = f"'{name}' was called on its recorded tensors alone"
+        if missing:
+            told = ", ".join(missing[:6]) + (", …" if len(missing) > 6 else "")
+            left += f", with defaults for what is no tensor and was not recorded ({told})"
         if self.target is None:
-            note = (
-                f"Arguments of '{name}' that are no tensors were not recorded and were left to "
-                f"their defaults ({told}): give the model's inputs to make sure of them."
-            )
+            note = f"{left}: give the model's inputs to see whether it does the same inside."
             return "alone", played, parts, [note]
         try:
             again = run_inside(self.target, self.site.module, name, self.calls)
         except TapError as error:
-            note = (
-                f"Arguments of '{name}' that are no tensors were left to their defaults ({told}): "
-                f"it could not be run inside the model. {error}"
-            )
-            return "alone", played, parts, [note]
+            return "alone", played, parts, [f"{left}: inside the model it could not run. {error}"]
         if _same_outputs(played, again):
             return "alone", played, parts, []
         note = (
-            f"Called alone, '{name}' returns something else than inside the model: arguments that "
-            f"are no tensors were not recorded ({told}). The model was run on its own inputs, with "
-            "the recorded tensors put at the layer."
+            f"{left}, it returns something else than inside the model: it keeps a state, or needs "
+            "what was not recorded. So the model was run on its own inputs, with the recorded "
+            "tensors put at the layer."
         )
         return "inside", again, self._parts(again), [note]
 
@@ -177,6 +173,11 @@ class _Stage:
 
     def _parts(self, played: Sequence[Played]) -> tuple[Part, ...]:
         return judged_parts(self.site.module, played, self.precisions)
+
+
+def _stateless(module: nn.Module) -> bool:
+    """Whether a layer is all torch's own, which compute from their arguments alone."""
+    return all(type(part).__module__.startswith("torch.nn.") for part in module.modules())
 
 
 def _same_outputs(ours: Sequence[Played], theirs: Sequence[Played]) -> bool:

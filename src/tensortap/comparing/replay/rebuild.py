@@ -56,8 +56,8 @@ class Rebuilder:
         if type(module).__module__.startswith("torch.nn.") or not self.bare:
             known = self._constructor(module, name)
             if known is not None:
-                given = ", ".join(f"{key}={text}" for key, text in known.items())
-                return f"{kind}({given})"
+                given = [f"{key}={text}" for key, text in known.items()]
+                return f"{kind}{_lines('(', given, ')', depth)}"
         return self._bare(module, kind, name, depth)
 
     def _holder(self, module: nn.Module, kind: str, name: str, depth: int) -> str:

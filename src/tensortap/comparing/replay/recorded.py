@@ -62,6 +62,11 @@ def _check_ports(recording: Recording, layer: Layer) -> None:
     again = f"tensortap record {spec} -o DIR --inputs --layers '{layer.name or 'all'}'"
     for port in ("input", "output"):
         there = [record for record in layer.records if record.port == port]
+        if not there and port in (recording.manifest.selection.get("ports") or ()):
+            raise RecordingError(
+                f"Layer '{name}' of {recording.path} has no {port} that is a tensor, so there is "
+                "nothing to run it on or to compare it with."
+            )
         if not there:
             raise RecordingError(
                 f"The recording {recording.path} has no {port}s of layer '{name}', which a replay "

@@ -86,6 +86,8 @@ class Source:
         if name.partition(".")[0] == _OURS:
             raise CannotWrite(f"{name} is part of tensortap, which the script must do without")
         file = getattr(module, "__file__", None)
+        if name == "__main__":
+            raise CannotWrite("its class is part of the program that is running")
         if file is None or _installed(str(Path(file).resolve())):
             return name, True
         path = Path(file).resolve()
