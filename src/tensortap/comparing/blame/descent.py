@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...recording.schema import Port
-from ..causes import Cause
+from ...taps.patching import leaves_of
+from ..causes import Cause, explain
 from .levels import children_of
 from .results import BlamedLayer
 from .shares import Baggage, Shares
@@ -64,7 +64,6 @@ class Descent:
         inner = [name for name in kept if name in self.shares.trace.outputs]
         children = children_of(top.layer, inner)
         baggage = self.shares.baggage(top.layer)
-        outputs = baggage.outputs
         if not children:
             if self.types_inside(top.layer):
                 found.notes.append(
@@ -74,7 +73,7 @@ class Descent:
         else:
             inside = self._stage(top, baggage, found)
             self._descend(top, children, inner, inside, found)
-        self._explain(found, top, outputs)
+        self._explain(found)
         return found
 
     def types_inside(self, layer: str) -> bool:
@@ -94,14 +93,18 @@ class Descent:
                 Final(top.layer, leaf),
                 layer=top.layer,
                 captured=baggage.calls,
+                feeding=self.stage.feeding,
             )
-            again = _Outputs()
+            total = 0.0
             try:
-                total = alone.run((), {top.layer: again})
+                for _ in range(2):  # what state does shows in the second run at the latest
+                    again = _Outputs()
+                    total = alone.run((), {top.layer: again})
+                    problem = problem or again.unlike(baggage)
             except Exception as error:  # whatever the layer raises when it is taken out
-                problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+                lines = str(error).strip().splitlines() or ["no message"]
+                problem = f"{type(error).__name__}: {lines[0]}"
             else:
-                problem = again.unlike(baggage.outputs)
                 if not problem and total > 0:
                     return Shares(
                         alone,
@@ -169,47 +172,21 @@ class Descent:
             found.more_runs += 2
         found.culprit = path[0] if path[0].clear else None
 
-    def _explain(
-        self, found: Found, top: BlamedLayer, outputs: Sequence[dict[str, torch.Tensor]]
-    ) -> None:
+    def _explain(self, found: Found) -> None:
         """What the culprit does to good inputs, in the words of simple hypotheses."""
-        from ..causes import explain
-
         culprit = found.culprit
         if culprit is None:
             return
-        watcher = _Outputs()
-        if culprit.layer == top.layer:
-            watcher.seen = list(outputs)
-            watcher.places = list(self._places(culprit.layer, len(outputs)))
-        else:
-            made = self.shares.baggage(culprit.layer)
-            watcher.seen = made.outputs
-            watcher.places = list(self._places(culprit.layer, len(made.outputs)))
-        for (batch, call), leaves in zip(watcher.places, watcher.seen, strict=False):
+        floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
+        for batch, call, leaves in self.shares.baggage(culprit.layer).outputs:
             records = self.stage.known.at(culprit.layer, "output", batch, call)
             for leaf, tensor in leaves.items():
-                record = records.get(leaf)
-                if record is None or not tensor.is_floating_point():
-                    continue
-                reference = record.tensor()
-                if reference.shape != tensor.shape or torch.equal(reference.to(tensor), tensor):
-                    continue
-                given = self._input(culprit.layer, batch, call, tuple(tensor.shape))
-                floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
-                found.causes = explain(reference, tensor, floor=floor, input=given)
-                return
-
-    def _places(self, layer: str, count: int) -> list[tuple[int, int]]:
-        """Batch and call of each output that was kept."""
-        port: Port = "output"
-        found: list[tuple[int, int]] = []
-        for batch in range(self.stage.known.batches):
-            call = 0
-            while self.stage.known.at(layer, port, batch, call):
-                found.append((batch, call))
-                call += 1
-        return found[:count]
+                reference = records[leaf].tensor()
+                same = reference.shape == tensor.shape and tensor.is_floating_point()
+                if same and not torch.equal(reference.to(tensor), tensor):
+                    given = self._input(culprit.layer, batch, call, tuple(tensor.shape))
+                    found.causes = explain(reference, tensor, floor=floor, input=given)
+                    return
 
     def _input(
         self, layer: str, batch: int, call: int, shape: tuple[int, ...]
@@ -225,21 +202,18 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.seen: list[dict[str, torch.Tensor]] = []
-        self.places: list[tuple[int, int]] = []
 
     def enter(self, stage: Stage, layer: str, call: int, args: object, kwargs: object) -> None:
         pass
 
     def leave(self, stage: Stage, layer: str, call: int, output: object) -> None:
-        from ...taps.patching import leaves_of
-
         self.seen.append({leaf: t.detach().to("cpu") for leaf, t in leaves_of(output).items()})
 
-    def unlike(self, outputs: Sequence[dict[str, torch.Tensor]]) -> str:
+    def unlike(self, baggage: Baggage) -> str:
         """Why these are not the outputs that were seen in the model; empty when they are."""
-        if len(self.seen) != len(outputs):
-            return f"it ran {len(self.seen)} times instead of {len(outputs)}"
-        for mine, theirs in zip(self.seen, outputs, strict=True):
+        if len(self.seen) != len(baggage.outputs):
+            return f"it ran {len(self.seen)} times instead of {len(baggage.outputs)}"
+        for mine, (_, _, theirs) in zip(self.seen, baggage.outputs, strict=True):
             for leaf, tensor in theirs.items():
                 own = mine.get(leaf)
                 if own is None or own.shape != tensor.shape:
@@ -252,7 +226,7 @@ class _Outputs:
 
 
 def _main_leaf(baggage: Baggage) -> str | None:
-    for leaves in baggage.outputs:
+    for _, _, leaves in baggage.outputs:
         main = first_float(leaves)
         for leaf, tensor in leaves.items():
             if tensor is main:

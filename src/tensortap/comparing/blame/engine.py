@@ -161,20 +161,23 @@ class _Work:
             )
         log = InputLog()
 
-        def heard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             log.see((0, self.stage.batch), args, kwargs)
 
-        handle = self.target.model.register_forward_pre_hook(heard, with_kwargs=True)
+        handle = self.target.model.register_forward_pre_hook(listen, with_kwargs=True)
         try:
             watch = dict.fromkeys(self.kept, self.trace)
             self.total = self.stage.run((), watch)
         finally:
             handle.remove()
         self.trace.finish()
+        self.stage.feeding = self.trace.feeding
         self._told()
         self._check_inputs(log)
-        self.chain = [name for name in self.trace.order if name in self.chain]
-        self.rows_wanted = [name for name in self.trace.order if name in self.rows_wanted]
+        heard = self.trace.order
+        until = heard[: heard.index(self.final.layer) + 1] if self.final.layer in heard else heard
+        self.chain = [name for name in until if name in self.chain]
+        self.rows_wanted = [name for name in until if name in self.rows_wanted]
 
     def _check_inputs(self, log: InputLog) -> None:
         inputs = self.recording.manifest.inputs
@@ -284,6 +287,8 @@ class _Work:
         beside: float,
         bisect: bool = False,
     ) -> Blame:
+        if bisect:
+            rows = self._with_edges(rows, before, behind)
         rows = against_peers(rows, self.unit)
         known = [row for row in rows if not math.isnan(row.share)]
         top = max(known, key=lambda row: row.share, default=None)
@@ -293,7 +298,7 @@ class _Work:
             descent = Descent(
                 self.shares, self.stage, self.types, self.operations, self.precisions, self.unit
             )
-            found = descent.into(top, self.kept)
+            found = descent.into(top, self.trace.order)
             rows = _nested(rows, found.rows)
             culprit, causes = found.culprit, found.causes
             self.notes += found.notes
@@ -310,6 +315,21 @@ class _Work:
             beside=beside,
             bisect=bisect,
         )
+
+    def _with_edges(
+        self, rows: list[BlamedLayer], before: float, behind: float
+    ) -> list[BlamedLayer]:
+        """Look at what stands before or behind the chain, where most of the error comes from."""
+        order = {name: number for number, name in enumerate(self.trace.order)}
+        first, last = order[self.chain[0]], order[self.chain[-1]]
+        wanted = [
+            name
+            for name in self.rows_wanted
+            if (before >= LEAST and order[name] < first) or (behind >= LEAST and order[name] > last)
+        ]
+        self.shares.expect(wanted)
+        more = [self.row(name) for name in wanted if name not in self.chain]
+        return sorted([*rows, *more], key=lambda row: order[row.layer])
 
     def _above_floor(self, row: BlamedLayer) -> bool:
         """Whether what a layer adds to the final error is more than a floor run has."""
@@ -399,11 +419,11 @@ def _target(model: Any, inputs: Any) -> Target:
 
 
 def _check_kept(recording: Recording, modules: dict[str, nn.Module], kept: Sequence[str]) -> None:
-    if kept:
+    if set(kept) - {""} or (kept and recording.layers == [""]):
         return
     here = ", ".join(repr(name) for name in list(modules)[1:4])
     there = ", ".join(repr(name) for name in recording.layers[:3])
-    if any(name in modules for name in recording.layers):
+    if any(name and name in modules for name in recording.layers):
         raise OptionError(
             f"{recording.path} has no tensors of the candidate's layers, only summaries. Record it "
             "again with --keep tensors --inputs."

@@ -66,8 +66,8 @@ class Blame:
     explains of it. `culprit` is the innermost layer that makes at least half of the squared final
     error and stands clear of rounding and of the others, or None; `share` is the culprit's share,
     or the largest one. `before` and `behind` are the shares of what runs before the first and
-    behind the last layer of the first level; `beside` of what comes in by other ways than through
-    these layers, as masks and rotary tables do. `causes` explain what the culprit does.
+    behind the last of the blocks; `beside` of what comes in by other ways than through them, as
+    masks and rotary tables do. `causes` explain what the culprit does.
     `forwards` is how often the whole model ran, `limit` how often it may.
     """
 

@@ -29,7 +29,7 @@ class Baggage:
     """What is kept of the worst layer so far: its calls, and what it makes of good inputs."""
 
     calls: list[CapturedCall] = field(default_factory=list)
-    outputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    outputs: list[tuple[int, int, dict[str, torch.Tensor]]] = field(default_factory=list)
     problem: str = ""
 
 
@@ -51,7 +51,7 @@ class MadeHere:
         self, stage: Stage, layer: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         counts = self._trace.counts.get((layer, stage.batch, call))
-        if self.baggage.problem or counts is None:
+        if self.baggage.problem or counts is None or _inherits(stage, layer):
             return
         try:
             self.baggage.calls.append(capture(stage, layer, call, args, kwargs, counts))
@@ -59,6 +59,8 @@ class MadeHere:
             self.baggage.problem = f"its arguments cannot be copied: {type(error).__name__}"
 
     def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None:
+        if _inherits(stage, layer):
+            return
         own = leaves_of(output)
         records = stage.known.at(layer, "output", stage.batch, call)
         for leaf, tensor in own.items():
@@ -71,7 +73,7 @@ class MadeHere:
         if before is not None and main is not None and before.shape == main.shape:
             self._inherited.add("", measured(main.detach().to("cpu"), before))
         kept = {leaf: t.detach().to("cpu", copy=True) for leaf, t in own.items() if leaf in records}
-        self.baggage.outputs.append(kept)
+        self.baggage.outputs.append((stage.batch, call, kept))
 
 
 class Shares:
@@ -118,13 +120,15 @@ class Shares:
             return self.total
         twin = self._twin(where.layer) if where.port == "input" else None
         if twin is not None:
+            if twin not in self._left:
+                self._listeners.setdefault(twin, []).append(where.layer)
             self._left[where] = self.left(twin)
             return self._left[where]
         self._left[where] = self._run(where)
         return self._left[where]
 
     def _run(self, where: Put) -> float:
-        hearers = list(self._listeners.get(where, []))
+        hearers = list(dict.fromkeys(self._listeners.get(where, [])))
         if where.port == "input":
             hearers.append(where.layer)
         watch: dict[str, Watcher] = {}
@@ -163,7 +167,7 @@ class Shares:
         ]
         if made is not None:
             made_here, inherited = made.errors.error, made.inherited
-        elif known and self._parent is None:
+        elif known and self._infer:
             made_here, inherited = given.error, math.nan  # its inputs are the reference's
         else:
             made_here = inherited = math.nan
@@ -209,6 +213,11 @@ class Shares:
             return "within" if self._parent is not None and not self._infer else "patched"
         pair = (Put(layer, "input"), Put(layer, "output"))
         return "patched" if any(where in self._ran for where in pair) else "inferred"
+
+
+def _inherits(stage: Stage, layer: str) -> bool:
+    """Whether a call runs on what the layer itself has made."""
+    return stage.repeat and stage.feeds_itself(layer)
 
 
 def _ratio(part: float, whole: float) -> float:

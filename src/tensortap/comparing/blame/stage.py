@@ -31,6 +31,7 @@ from ...taps.patching import (
     why_not_put,
 )
 from ...targets import Target
+from .levels import contains
 from .reference import Known
 
 __all__ = [
@@ -94,17 +95,25 @@ def squares(found: Difference) -> float:
 
 @dataclass(eq=False)
 class Stage:
-    """Something that can be run, with layers inside that tensors can be put at."""
+    """Something that can be run, with layers inside that tensors can be put at.
+
+    A layer that feeds itself in one pass gets the reference's input at its first call alone: put at
+    every call, it would hide what the layer hands to itself. Those are the `feeding` ones. `repeat`
+    says of the call that is being watched whether it is a later one.
+    """
 
     known: Known
     modules: Mapping[str, nn.Module]
     final: Final
     runs: int = 0
     batch: int = 0
+    repeat: bool = False
+    feeding: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     problems: dict[Put, str] = field(default_factory=dict)
     _left: float = 0.0
     _measured: int = 0
+    _in_pass: Counter[str] = field(default_factory=Counter)
 
     def run(self, puts: Sequence[Put] = (), watch: Mapping[str, Watcher] | None = None) -> float:
         """One run over all batches: the squared error that is left at the final output."""
@@ -119,8 +128,17 @@ class Stage:
             )
         return self._left
 
+    @property
+    def top(self) -> str:
+        """The layer whose call is a pass."""
+        raise NotImplementedError
+
     def _play(self) -> None:
         raise NotImplementedError
+
+    def feeds_itself(self, layer: str) -> bool:
+        """Whether a layer's output comes back to its input within a pass."""
+        return any(contains(name, layer) for name in self.feeding)
 
     # Putting tensors in.
 
@@ -145,11 +163,11 @@ class Stage:
 
     @contextlib.contextmanager
     def _hooked(self, puts: set[Put], watch: Mapping[str, Watcher]) -> Iterator[None]:
-        names = dict.fromkeys([*(p.layer for p in puts), *watch, self.final.layer])
+        names = dict.fromkeys([self.top, *(p.layer for p in puts), *watch, self.final.layer])
         handles = []
         try:
             for name in names:
-                module, stack = self.modules[name], list[int]()
+                module, stack = self.modules[name], list[tuple[int, bool]]()
                 handles += [
                     module.register_forward_pre_hook(
                         self._before(name, stack, puts, watch.get(name)), with_kwargs=True
@@ -164,31 +182,35 @@ class Stage:
                 handle.remove()
 
     def _before(
-        self, name: str, stack: list[int], puts: set[Put], watcher: Watcher | None
+        self, name: str, stack: list[tuple[int, bool]], puts: set[Put], watcher: Watcher | None
     ) -> Callable[..., Any]:
         where = Put(name, "input")
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self.calls[name]
+            if name == self.top:
+                self._in_pass.clear()
+            call, repeat = self.calls[name], self._in_pass[name] > 0
             self.calls[name] += 1
-            stack.append(call)
-            if where in puts:
+            self._in_pass[name] += 1
+            stack.append((call, repeat))
+            if where in puts and not (repeat and self.feeds_itself(name)):
                 own = leaves_of_call(module, args, kwargs)
                 leaves = self.replacements(module, where, call, own)
                 args, kwargs = put_call(module, args, kwargs, leaves)
             if watcher is not None:
+                self.repeat = repeat
                 watcher.enter(self, name, call, args, kwargs)
             return args, kwargs
 
         return hook
 
     def _after(
-        self, name: str, stack: list[int], puts: set[Put], watcher: Watcher | None
+        self, name: str, stack: list[tuple[int, bool]], puts: set[Put], watcher: Watcher | None
     ) -> Callable[..., Any]:
         where = Put(name, "output")
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            call = stack.pop()
+            call, self.repeat = stack.pop()
             if watcher is not None:
                 watcher.leave(self, name, call, output)
             if where in puts:
@@ -220,6 +242,10 @@ class WholeModel(Stage):
     """The candidate on its inputs."""
 
     target: Target = None  # type: ignore[assignment]
+
+    @property
+    def top(self) -> str:
+        return ""
 
     def _play(self) -> None:
         with unchanged(self.target.model), torch.compiler.set_stance("force_eager"):
@@ -255,6 +281,10 @@ class OneLayer(Stage):
 
     layer: str = ""
     captured: Sequence[CapturedCall] = ()
+
+    @property
+    def top(self) -> str:
+        return self.layer
 
     def _play(self) -> None:
         module = self.modules[self.layer]

@@ -20,6 +20,7 @@ from ...numerics.difference import Difference
 from ...recording.reader import Record
 from ...taps.patching import leaves_of, leaves_of_call, match_leaves, why_not_put
 from ..precision import offset_of
+from .levels import contains
 from .stage import Put, Stage, measured
 
 __all__ = ["Errors", "Trace"]
@@ -90,6 +91,9 @@ class Trace:
         self.own: dict[tuple[str, int, int], torch.Tensor] = {}
         self.order: list[str] = []
         self.too_large = False
+        self.repeated: set[str] = set()
+        self.feeding: set[str] = set()
+        self._later: dict[Put, set[str]] = defaultdict(set)
         self._keep = set(keep_outputs)
         self._room = budget
         self._produced: list[_Produced] = []
@@ -100,10 +104,14 @@ class Trace:
 
     def no_op(self, where: Put) -> bool:
         """Whether the reference's tensors are what stands there anyway."""
-        return where in self.fitting and not self.changed[where]
+        inner = any(contains(name, where.layer) for name in self.feeding)
+        later = set() if inner else self._later[where]
+        return where in self.fitting and not self.changed[where] and not later
 
     def twin(self, layer: str) -> Put | None:
         """The output that stands at this layer's input, where putting one is putting the other."""
+        if layer in self.repeated:
+            return None
         changed = self.changed[Put(layer, "input")]
         links = {leaf: self._links[layer].get(leaf) for leaf in changed}
         sources = {
@@ -113,6 +121,8 @@ class Trace:
             return None
         (source,) = sources
         assert source is not None
+        if source in self.repeated:
+            return None
         where = Put(source, "output")
         return where if len(self.changed[where]) == len(changed) else None
 
@@ -122,6 +132,8 @@ class Trace:
         self, stage: Stage, layer: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._look_back(layer)
+        if stage.repeat:
+            self.repeated.add(layer)
         if layer in self._keep:
             self.counts[layer, stage.batch, call] = dict(stage.calls)
         module = stage.modules[layer]
@@ -169,12 +181,13 @@ class Trace:
         wanted = stage.replacements(stage.modules[where.layer], where, call, own)
         if wanted:
             self.fitting.add(where)
+        later = where.port == "input" and stage.repeat
         for leaf, (record, tensor) in pairs.items():
             if leaf not in wanted:
                 self.changed[where].discard(leaf)
                 continue
             if not _same_bits(wanted[leaf], tensor):
-                self.changed[where].add(leaf)
+                (self._later if later else self.changed)[where].add(leaf)
             if tensor.is_floating_point() or tensor.is_complex():
                 errors.add(leaf, measured(record.tensor(), tensor))
 
@@ -190,6 +203,8 @@ class Trace:
             if known is not None:
                 known.sole = False
             return
+        if stage.repeat and (contains(layer, found.layer) or contains(found.layer, layer)):
+            self.feeding.add(layer)
         self._pending.append((found, layer, leaf))
         records = stage.known.at(layer, "input", stage.batch, call)
         recorded = match_leaves(stage.modules[layer], {leaf: tensor}, records)
@@ -214,7 +229,7 @@ class Trace:
         """
         left = []
         for produced, taker, leaf in self._pending:
-            if entering is not None and _inside(entering, taker):
+            if entering is not None and contains(taker, entering):
                 left.append((produced, taker, leaf))
             elif not produced.storage.expired():
                 link = self._links[taker].get(leaf)
@@ -239,10 +254,6 @@ def first_float(leaves: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """The first tensor of real numbers, rather one that is no mere number."""
     floats = [t for t in leaves.values() if t.is_floating_point()]
     return next((t for t in floats if t.dim()), floats[0] if floats else None)
-
-
-def _inside(layer: str, container: str) -> bool:
-    return not container or layer == container or layer.startswith(f"{container}.")
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from .levels import contains
 from .results import BlamedLayer
@@ -31,17 +32,23 @@ def rivals(row: BlamedLayer, others: Sequence[BlamedLayer]) -> list[BlamedLayer]
 
 
 def against_peers(rows: Sequence[BlamedLayer], unit: float) -> list[BlamedLayer]:
-    """What rounding explains, where layers of one type show it better than an estimate does.
+    """What is to be expected of a layer, where others of its type show it better than an estimate.
 
-    `unit` is the coarser precision's: layers that make less than it could tell nothing.
+    In a narrow precision they show how little rounding really makes. In a candidate that was
+    quantised they all make more than rounding, and what all of them make is no one's fault: that
+    the error of the first is amplified by all behind it does not make it the culprit. `unit` is the
+    coarser precision's: layers that make less than it could tell nothing.
     """
     judged = []
     for row in rows:
         peers = [p.made_here for p in rows if p.type == row.type and p is not row]
         peers = [made for made in peers if math.isfinite(made)]
-        most = max(peers, default=0.0)
-        if len(peers) >= _PEERS and most >= unit / 4:
-            row = replace(row, floor=min(row.floor, _AGAINST_PEERS * most))
+        if len(peers) >= _PEERS:
+            most, usual = max(peers), median(peers)
+            if usual > row.floor:
+                row = replace(row, floor=_AGAINST_PEERS * usual)
+            elif most >= unit / 4:
+                row = replace(row, floor=min(row.floor, _AGAINST_PEERS * most))
         judged.append(row)
     return judged
 

@@ -1,0 +1,350 @@
+"""Who made the error: on models whose culprit is known."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from blame_models import (
+    Cached,
+    Chain,
+    Counting,
+    Gain,
+    InPlace,
+    Masked,
+    Shared,
+    Skipping,
+    batch,
+    gain,
+    make,
+    recorded,
+)
+from torch import nn
+
+import tensortap as tap
+from tensortap.comparing.blame import engine
+from tensortap.comparing.blame.stage import Put
+
+KINDS: list[Callable[..., nn.Module]] = [Chain, Skipping, InPlace, Shared, Cached, Counting, Masked]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", ["blocks.0.down", "blocks.3.up", "stem", "head"])
+def test_a_planted_gain_is_found_at_its_leaf(
+    kind: Callable[..., nn.Module], layer: str, tmp_path: Path
+) -> None:
+    model = make(kind)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, layer), batch())
+    assert result.culprit == layer
+    assert result.share == pytest.approx(1.0, abs=1e-4)
+    assert result.sentence == f"{layer} makes 100 % of the final error"
+    assert not result.same
+    assert result.causes[0].kind == "factor"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_that_are_inferred_would_have_said_the_same(
+    kind: Callable[..., nn.Module], tmp_path: Path
+) -> None:
+    """Every share against the plain definition, with two runs for every layer."""
+    model = make(kind)
+    path = recorded(tmp_path / "ref", model, batch(), batch(1))
+    narrow = [] if kind is Masked else [copy.deepcopy(model).bfloat16()]
+    for candidate in (gain(model, "blocks.1.up"), *narrow):
+        dtype = next(candidate.parameters()).dtype
+        inputs = [batch().to(dtype), batch(1).to(dtype)]
+        result = tap.blame(path, candidate, inputs)
+        target = tap.Target(candidate, inputs)
+        work = engine._Work(tap.open(path), target, "blocks", None, None, (), 1 << 30, None)
+        for row in result.first_level:
+            plain = [work.stage.run([Put(row.layer, port)]) for port in ("input", "output")]
+            expected = (plain[0] - plain[1]) / work.total
+            assert row.share == pytest.approx(expected, rel=1e-9, abs=1e-9), row.layer
+
+
+def test_the_numbers_are_those_of_the_definition(tmp_path: Path) -> None:
+    """made here, accumulated, handed and amplification, from the tensors by hand."""
+    model = make(Chain)
+    candidate = gain(gain(model, "blocks.0.down", 1.3), "blocks.2.up", 1.2)
+    x = batch()
+    path = recorded(tmp_path / "ref", model, x)
+    own = recorded(tmp_path / "own", candidate, x)
+    reference, mine = tap.open(path), tap.open(own)
+    result = tap.blame(path, candidate, x)
+    for name in ("blocks.1", "blocks.2"):
+        row = result[name]
+        layer = candidate.get_submodule(name)
+        good, true = reference[name].input, reference[name].output
+        with torch.no_grad():
+            alone = layer(good)
+        assert row.made_here == pytest.approx(_error(true, alone), rel=1e-5, abs=1e-12)
+        assert row.accumulated == pytest.approx(_error(true, mine[name].output), rel=1e-5)
+        assert row.handed == pytest.approx(_error(good, mine[name].input), rel=1e-5)
+        inherited = _error(alone, mine[name].output)
+        assert row.amplification == pytest.approx(inherited / row.handed, rel=1e-4)
+    assert result["blocks.1"].made_here < 1e-6
+    assert result.culprit is None or result.share < 1.0
+
+
+def _error(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    apart = (candidate.double() - reference.double()).norm()
+    return float(apart / reference.double().norm())
+
+
+def test_with_the_output_alone_layers_behind_a_bug_would_be_blamed(tmp_path: Path) -> None:
+    """What the definition is for: the layers behind the bug have no share in it."""
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.1.down"), batch())
+    for layer in ("blocks.2", "blocks.3", "head", "stem", "blocks.0"):
+        assert abs(result[layer].share) < 1e-6
+
+
+def test_blocks_that_cannot_be_run_alone_are_patched_and_that_is_said(tmp_path: Path) -> None:
+    model = make(Counting)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.2.up"), batch())
+    assert result.culprit == "blocks.2.up"
+    assert any("cannot be run alone" in note for note in result.notes)
+    assert all(row.how != "within" for row in result.layers)
+
+
+def test_a_cache_that_grows_is_no_reason_not_to_run_alone(tmp_path: Path) -> None:
+    model = make(Cached)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.2.up"), batch())
+    assert result.culprit == "blocks.2.up"
+    assert not result.notes
+    assert {row.how for row in result.inside("blocks.2")} == {"within", "patched"}
+
+
+def test_an_error_in_the_models_own_code_is_no_layers(tmp_path: Path) -> None:
+    """The mask comes in beside the blocks, which all do what they should."""
+    model = make(Masked)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = copy.deepcopy(model)
+    candidate.slope = 2.0
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit is None
+    assert result.beside > 0.5
+    assert "beside the layers" in result.sentence
+    assert all(row.made_here < 1e-6 for row in result.first_level)
+
+
+def test_two_bugs_of_a_size_make_no_single_culprit(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = gain(gain(model, "blocks.3.down", 1.1), "blocks.0.down", 1.08)
+    result = tap.blame(path, candidate, batch())
+    if result.culprit is not None:  # however it comes out, it must be one of the two
+        assert result.culprit in ("blocks.0.down", "blocks.3.down")
+        assert result.share < 0.99
+    else:
+        assert result.sentence.startswith("no single culprit: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rounding_is_nobodys_fault(
+    kind: Callable[..., nn.Module], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = make(kind)
+    if kind is Masked:
+        pytest.skip("its mask is float32 and does not go with a narrower model")
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, copy.deepcopy(model).to(dtype), batch().to(dtype))
+    assert result.culprit is None
+    assert result.same
+    assert result.sentence.startswith("nobody's fault: rounding explains")
+    assert any("not the same bytes" in warning for warning in result.warnings)
+
+
+def test_a_bug_under_rounding_is_found_above_it(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = gain(model, "blocks.1.down", 1.5)
+    candidate.blocks[1].down.inner[0].to(torch.bfloat16)
+    result = tap.blame(path, candidate.to(torch.bfloat16), batch().to(torch.bfloat16))
+    assert result.culprit == "blocks.1.down"
+    assert result.share > 0.9
+
+
+def test_the_same_model_has_nobody_to_blame(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, model, batch())
+    assert result.same
+    assert bool(result)
+    assert result.culprit is None
+    assert result.final_error == 0
+    assert result.forwards == 1
+    assert result.sentence == "nothing to blame: the final output is the reference's"
+
+
+def test_nan_is_traced_to_the_layer_that_makes_it(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = gain(model, "blocks.2.up", math.nan)
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit == "blocks.2.up"
+    assert result.share == pytest.approx(1.0, abs=1e-6)
+    assert result["blocks.2.up"].made_here == math.inf
+    assert result.to_dict()["layers"][0]["layer"] == "stem"
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4, 7, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cost_and_bisection(blocks: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """At most 2 N + 3 forwards for N blocks, and log2(N) + 4 with bisect, whatever is descended."""
+    model = make(Chain, blocks=blocks)
+    path = recorded(tmp_path / "ref", model, batch())
+    for place in {0, blocks // 2, blocks - 1}:
+        layer = f"blocks.{place}.down"
+        candidate = gain(model, layer, 1.5)
+        candidate.get_submodule(layer).inner[0].to(dtype)
+        candidate.to(dtype)
+        calls: list[int] = []
+        candidate.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        result = tap.blame(path, candidate, batch().to(dtype))
+        assert result.culprit == layer
+        assert result.forwards == len(calls) <= max(2 * blocks + 3, 9)
+        assert result.forwards <= result.limit
+        calls.clear()
+        found = tap.blame(path, candidate, batch().to(dtype), bisect=True)
+        assert found.culprit == layer
+        assert found.share == pytest.approx(result.share, rel=1e-6)
+        assert (
+            found.forwards == len(calls) <= math.ceil(math.log2(max(2, blocks))) + 4 == found.limit
+        )
+
+
+def test_progress_is_told(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    seen: list[tuple[int, int]] = []
+    result = tap.blame(
+        path, gain(model, "stem"), batch(), progress=lambda done, total: seen.append((done, total))
+    )
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1][0] <= result.forwards <= seen[-1][1]
+
+
+def test_a_recording_of_blocks_and_outputs_alone_will_do(tmp_path: Path) -> None:
+    """Inputs are taken from the outputs that they are; what is inside is said to be missing."""
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch(), layers="blocks", inputs=False)
+    result = tap.blame(path, gain(model, "blocks.2.up"), batch())
+    assert result.culprit == "blocks.2"
+    assert result.final == "blocks.3"
+    assert any("--layers all --inputs" in note for note in result.notes)
+    assert any("taken from the outputs" in note for note in result.notes)
+    assert "counts as its own" in result["blocks.0"].note
+
+
+def test_layers_can_be_chosen_and_the_final_one_too(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = gain(gain(model, "blocks.1.up", 1.01), "blocks.3.down", 3.0)
+    result = tap.blame(path, candidate, batch(), layers=["blocks.*.up", "blocks.*.down"])
+    assert result.culprit == "blocks.3.down"
+    assert {row.layer for row in result.first_level} == {
+        f"blocks.{n}.{end}" for n in range(4) for end in ("up", "down")
+    }
+    earlier = tap.blame(path, candidate, batch(), final="blocks.2")
+    assert earlier.final == "blocks.2"
+    assert earlier.culprit == "blocks.1.up"
+
+
+def test_all_layers_name_the_innermost(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.1.up"), batch(), layers="all")
+    assert result.culprit == "blocks.1.up"
+
+
+def test_a_floor_run_keeps_small_errors_from_being_blamed(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    rough = recorded(tmp_path / "floor", gain(model, "blocks.0.up", 1.2), batch())
+    candidate = gain(model, "blocks.2.down", 1.01)
+    assert tap.blame(path, candidate, batch()).culprit == "blocks.2.down"
+    assert tap.blame(path, candidate, batch(), floor=rough).culprit is None
+
+
+def test_several_batches_count_together(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch(), batch(1), batch(2))
+    result = tap.blame(path, gain(model, "head"), [batch(), batch(1), batch(2)])
+    assert result.culprit == "head"
+    fewer = tap.blame(path, gain(model, "head"), [batch(), batch(1)])
+    assert any("3 batches and the candidate 2" in text for text in fewer.warnings)
+
+
+def test_names_of_a_wrapped_candidate_are_found(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    result = tap.blame(path, Wrapper(gain(model, "blocks.1.up")), batch())
+    assert result.culprit == "module.blocks.1.up"
+
+
+def test_a_compiled_candidate_runs_eagerly(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    compiled = torch.compile(gain(model, "blocks.1.up"), backend="eager")
+    with torch.no_grad():
+        compiled(batch())
+    assert tap.blame(path, compiled, batch()).culprit == "blocks.1.up"
+
+
+def test_gain_is_what_it_says() -> None:
+    layer = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    assert torch.equal(Gain(layer, 2.0)(x), layer(x) * 2)
+
+
+@pytest.mark.parametrize("layer", ["stem", "head"])
+def test_bisection_finds_what_stands_outside_the_blocks(layer: str, tmp_path: Path) -> None:
+    model = make(Chain, blocks=6)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, layer), batch(), bisect=True)
+    assert result.culprit == layer
+    assert result.forwards <= math.ceil(math.log2(6)) + 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_all_layers_make_is_no_ones_fault(seed: int, tmp_path: Path) -> None:
+    """Weights of every linear on a coarse grid: the first block's error is amplified the most."""
+    model = make(Chain, seed)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = copy.deepcopy(model)
+    with torch.no_grad():
+        for block in candidate.blocks:
+            for linear in (block.up, block.down):
+                step = linear.weight.abs().amax(-1, keepdim=True) / 15
+                linear.weight.copy_((linear.weight / step).round() * step)
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit is None
+    assert not result.same
+    assert result.sentence.startswith("no single culprit: ")
+
+
+def test_layers_behind_the_final_one_are_left_out(tmp_path: Path) -> None:
+    model = make(Chain)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.1.up"), batch(), final="blocks.2")
+    assert [row.layer for row in result.first_level] == ["stem", "blocks.0", "blocks.1", "blocks.2"]
+    assert result.behind == pytest.approx(0.0, abs=1e-9)
