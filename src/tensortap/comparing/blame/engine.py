@@ -289,12 +289,14 @@ class _Work:
     ) -> Blame:
         if bisect:
             rows = self._with_edges(rows, before, behind)
+        estimates = {row.layer: row.floor for row in rows}
         rows = against_peers(rows, self.unit)
         known = [row for row in rows if not math.isnan(row.share)]
         top = max(known, key=lambda row: row.share, default=None)
         culprit: BlamedLayer | None = None
         causes: tuple[Cause, ...] = ()
-        if top is not None and stands_out(top, known) and self._above_floor(top):
+        usual = top is not None and top.floor > estimates[top.layer] and not top.clear
+        if top is not None and not usual and stands_out(top, known) and self._above_floor(top):
             descent = Descent(
                 self.shares, self.stage, self.types, self.operations, self.precisions, self.unit
             )

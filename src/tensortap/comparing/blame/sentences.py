@@ -54,7 +54,8 @@ def _spread(blame: Blame) -> str:
     if top[0].share >= LEAST and not top[0].clear:
         return (
             f"{name_of(top[0].layer)} makes {percent(top[0].share)} of the final error, but no "
-            f"more than rounding explains ({top[0].made_here:.2g} of up to {top[0].floor:.2g})"
+            f"more than rounding and layers like it make ({top[0].made_here:.2g} of up to "
+            f"{top[0].floor:.2g})"
         )
     if len(top) > 1 and top[1].share >= _SECOND:
         named = " and ".join(
