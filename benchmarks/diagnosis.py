@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -26,11 +26,21 @@ sys.path.insert(0, str(ROOT / "tests" / "diagnosis"))
 
 from bugs import DEPTHS, Case, cases  # noqa: E402
 from clean import Pair, pairs  # noqa: E402
-from diagnosing import Outcome, workshop  # noqa: E402
+from diagnosing import Outcome, Workshop, workshop  # noqa: E402
 from zoo import ARCHITECTURES  # noqa: E402
 
 AIMS = "Aims: first divergence 100 %, blame 95 %, false blame 0 %, hint 80 %."
-HEAD = ("cases", "first divergence", "blame", "false blame", "hint", "hint not asked for")
+HEAD = (
+    "cases",
+    "first divergence",
+    "blame",
+    "blame, bisect",
+    "false blame",
+    "hint of blame",
+    "hint of compare",
+    "hint not asked for",
+)
+PRECISIONS = ("bf16", "int8 weights")
 BEGIN, END = "<!-- made by benchmarks/diagnosis.py -->", "<!-- end -->"
 
 
@@ -43,15 +53,19 @@ def main() -> None:
     options = parser.parse_args()
 
     def wanted(item: Case | Pair) -> bool:
-        kind = item.kind if isinstance(item, Pair) else item.bug.kind
-        return options.kind in kind and options.model in ("", item.architecture.name)
+        return options.kind in item.kind and options.model in ("", item.architecture.name)
 
     began = time.perf_counter()
-    items = [item for item in (*cases(), *pairs()) if wanted(item)]
-    outcomes = list(_run(items))
+    with workshop() as shop:
+        outcomes = _run(shop, [item for item in (*cases(), *pairs()) if wanted(item)])
+        bugs = [o for o in outcomes if isinstance(o.case, Case)]
+        for precision in PRECISIONS:
+            outcomes += _run(
+                shop, [within(o.case, precision) for o in bugs if shop.shows(o, precision)]
+            )
     text = page(outcomes)
     print(text)
-    print(f"{len(items)} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    print(f"{len(outcomes)} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     if options.json:
         rows = [{**asdict(o), "case": str(o.case), "kind": o.kind} for o in outcomes]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -59,12 +73,19 @@ def main() -> None:
         write_page(options.page, text)
 
 
-def _run(items: Sequence[Case | Pair]) -> Iterable[Outcome]:
-    with workshop() as shop:
-        for index, item in enumerate(items):
-            print(f"\r{index + 1}/{len(items)} {item!s:60.60}", end="", file=sys.stderr)
-            yield shop.diagnose(item)
-        print(file=sys.stderr)
+def _run(shop: Workshop, items: Sequence[Case | Pair]) -> list[Outcome]:
+    outcomes = []
+    for index, item in enumerate(items):
+        print(f"\r{index + 1}/{len(items)} {item!s:60.60}", end="", file=sys.stderr)
+        outcomes.append(shop.diagnose(item))
+    print(file=sys.stderr)
+    return outcomes
+
+
+def within(case: Case | Pair, precision: str) -> Case:
+    """The same bug in a candidate of a lower precision than the reference."""
+    assert isinstance(case, Case)
+    return replace(case, precision=precision)
 
 
 # The tables.
@@ -72,20 +93,32 @@ def _run(items: Sequence[Case | Pair]) -> Iterable[Outcome]:
 
 def page(outcomes: Sequence[Outcome]) -> str:
     """Everything that is printed, as Markdown."""
-    planted = [o for o in outcomes if isinstance(o.case, Case)]
+    every = [o for o in outcomes if isinstance(o.case, Case)]
+    planted = [o for o in every if not _precision(o)]
     clean = [o for o in outcomes if isinstance(o.case, Pair)]
     parts = [AIMS]
     if planted:
         parts += [
             _table("planted bugs", planted, lambda o: o.kind),
             _table("by model", planted, lambda o: o.case.architecture.name),
-            _table("by depth", planted, lambda o: getattr(o.case, "depth", ""), DEPTHS),
+            _table(
+                "by depth", planted, lambda o: getattr(o.case, "depth", ""), ("before", *DEPTHS)
+            ),
         ]
+    for precision in PRECISIONS:
+        rounded = [o for o in every if _precision(o) == precision]
+        if rounded:
+            title = f"bugs in a candidate in {precision}"
+            parts.append(_table(title, rounded, lambda o: o.case.architecture.name))
     if clean:
         parts.append(_table("clean pairs", clean, lambda o: o.kind))
     missed = [line for o in outcomes for line in _misses(o)]
     parts.append("\n".join(["Missed:", "", *missed]) if missed else "Missed: nothing.")
     return "\n\n".join(parts)
+
+
+def _precision(outcome: Outcome) -> str:
+    return getattr(outcome.case, "precision", "")
 
 
 def _table(
@@ -105,13 +138,14 @@ def _table(
 
 
 def _row(name: str, outcomes: Sequence[Outcome]) -> str:
-    asked = [o for o in outcomes if o.hint_right is not None]
     cells = (
         str(len(outcomes)),
         _percent(o.first_right for o in outcomes),
         _percent(o.blame_right for o in outcomes),
+        _percent(o.bisect_right for o in outcomes),
         _percent(o.false_blame for o in outcomes),
-        _percent(bool(o.hint_right) for o in asked),
+        _percent(o.hint_right for o in outcomes if o.hint_right is not None),
+        _percent(o.first_hint_right for o in outcomes if o.first_hint_right is not None),
         _percent(o.false_hint for o in outcomes if o.hint_right is None),
     )
     return f"| {name} | {' | '.join(cells)} |"
@@ -133,8 +167,12 @@ def _misses(o: Outcome) -> list[str]:
             f"blames {_name(o.culprit)} instead of {_name(o.expected_culprit)} "
             f"(largest share {o.share:.2f})"
         )
+    if not o.bisect_right:
+        lines.append(f"bisection blames {_name(o.bisected)} instead of {_name(o.expected_culprit)}")
     if o.hint_right is False:
-        lines.append(f"hint {o.hint or 'none'} ({o.explains:.1%})")
+        lines.append(f"hint of blame: {o.hint or 'none'}")
+    if o.first_hint_right is False:
+        lines.append(f"hint of compare: {o.first_hint or 'none'}")
     return [f"- {o.case}: {line}" for line in lines]
 
 

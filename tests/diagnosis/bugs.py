@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from clean import CLEAN
 from planting import (
     Attention,
     Call,
@@ -26,6 +27,7 @@ from zoo import ARCHITECTURES, BLOCKS, HEADS, Architecture, make
 
 __all__ = ["BUGS", "DEPTHS", "Bug", "Case", "cases"]
 
+# Of the blocks; a bug outside of them is before or behind all.
 DEPTHS = {"early": 0, "middle": 2, "late": BLOCKS - 1}
 ATTENTION, MAMBA, ALL = ("demo", "llama", "bert"), ("mamba",), ("demo", "llama", "bert", "mamba")
 
@@ -39,7 +41,8 @@ class Bug:
 
     `role` is the layer in which it sits. Where that layer holds others, or is not called as a
     layer in this version of transformers, the bug shows first in `shows`. `hints` are the kinds of
-    cause that are right; None where no simple hypothesis can be asked to fit.
+    cause that are right; None where no simple hypothesis can be asked to fit, which is so too in
+    the models that `asked`, where given, does not name.
     """
 
     kind: str
@@ -48,34 +51,51 @@ class Bug:
     hints: frozenset[str] | None
     shows: str = ""
     models: tuple[str, ...] = ALL
+    asked: tuple[str, ...] = ALL
+    depths: tuple[str, ...] = tuple(DEPTHS)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A bug in a model at a depth, and what is to be said of it."""
+    """A bug in a model at a depth, and what is to be said of it.
+
+    `precision` is how the model with the bug computes (one of `clean.CLEAN`; "" is float32); the
+    reference is in float32.
+    """
 
     architecture: Architecture
     bug: Bug
     depth: str
+    precision: str = ""
 
     def __str__(self) -> str:
-        return f"{self.architecture.name}, {self.bug.kind}, {self.depth}"
+        words = (self.architecture.name, self.bug.kind, self.depth, self.precision)
+        return ", ".join(word for word in words if word)
+
+    @property
+    def kind(self) -> str:
+        return self.bug.kind
 
     @property
     def block(self) -> int:
-        return DEPTHS[self.depth]
+        return DEPTHS.get(self.depth, 0)
 
     @property
     def layer(self) -> str:
         """Where the bug was planted."""
         return self.architecture.layer(self.bug.role, self.block)
 
+    @property
+    def hints(self) -> frozenset[str] | None:
+        """The kinds of cause that are right."""
+        return self.bug.hints if self.architecture.name in self.bug.asked else None
+
     def model(self, seed: int = 0) -> nn.Module:
         """A copy of the model with the bug in it."""
         model = copy.deepcopy(make(self.architecture.name, seed))
         with torch.no_grad():
             self.bug.plant(model, model.get_submodule(self.layer), self.architecture, self.block)
-        return model
+        return CLEAN[self.precision](model) if self.precision else model
 
     def culprit(self, recorded: Sequence[str]) -> str:
         """The innermost recorded layer in which the bug sits."""
@@ -324,6 +344,12 @@ def _no_skip(layer: nn.Module) -> None:
     layer.D.zero_()
 
 
+def _positions_ahead(
+    model: nn.Module, layer: nn.Module, architecture: Architecture, block: int
+) -> None:
+    around(layer, lambda inner: lambda ids: inner(ids + 1))
+
+
 def _hints(*kinds: str) -> frozenset[str]:
     return frozenset(kinds)
 
@@ -343,7 +369,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("saturated channel", "down", _after(_change(_saturate)), _hints("channels", "saturation")),
     Bug("clipped output", "down", _after(lambda x: x.clamp(-0.8, 0.8)), _hints("saturation")),
     Bug("bad token", "up", _after(_change(_bad_token)), _hints("tokens")),
-    Bug("stale last token", "down", _after(_change(_last_token)), _hints("tokens", "last")),
+    Bug("stale last token", "down", _after(_change(_last_token)), _hints("tokens")),
     Bug("row never loaded", "up", _weights(_row_never_loaded), _hints("channels")),
     Bug("bf16 in one layer", "up", _in_dtype(torch.bfloat16), _hints("rounding")),
     Bug("fp16 in one layer", "up", _in_dtype(torch.float16), _hints("rounding")),
@@ -351,23 +377,75 @@ BUGS: tuple[Bug, ...] = (
     Bug("int4 output", "down", _after(lambda x: quantised(x, 4)), _hints("grid")),
     Bug("fp8 output", "down", _after(_fp8), _hints("grid", "rounding")),
     Bug("int4 weights", "down", _weights(lambda layer: round_weight(layer, 4)), None),
-    Bug("no residual", "residual", _no_residual, None, shows="shows_residual"),
-    Bug("wrong epsilon", "norm", _weights(_epsilon), None),
-    Bug("gain never loaded", "norm", _weights(_gain_never_loaded), None),
+    Bug(
+        "no residual",
+        "residual",
+        _no_residual,
+        _hints("residual"),
+        shows="shows_residual",
+        asked=("demo", "llama", "mamba"),
+    ),
+    Bug("wrong epsilon", "norm", _weights(_epsilon), _hints("factor", "factors")),
+    Bug("gain never loaded", "norm", _weights(_gain_never_loaded), _hints("factors")),
     Bug("another block's weights", "down", _another_blocks, None),
-    Bug("NaN in one element", "up", _after(_change(_nan)), None),
+    Bug("NaN in one element", "up", _after(_change(_nan)), _hints("not finite")),
     Bug("wrong activation", "activation", _weights(_another_activation), None, models=ATTENTION),
     Bug("transposed weight", "o", _weights(_transpose), None, models=ATTENTION),
-    Bug("wrong scale", "attention", _attending(_scale), None, "behind", ATTENTION),
-    Bug("head order", "attention", _heads_out_of_order, None, "behind", ATTENTION),
-    Bug("wrong mask", "attention", _mask, None, "behind", ATTENTION),
+    # The first token sees itself alone, whatever the scale.
+    Bug(
+        "wrong scale",
+        "attention",
+        _attending(_scale),
+        _hints("tokens"),
+        "behind",
+        ATTENTION,
+        asked=("demo", "llama"),
+    ),
+    Bug(
+        "head order",
+        "attention",
+        _heads_out_of_order,
+        _hints("permutation"),
+        "behind",
+        ATTENTION,
+        asked=("bert",),
+    ),
+    # The last token has none ahead; the padded sample is the only one with a mask.
+    Bug("wrong mask", "attention", _mask, _hints("tokens", "samples"), "behind", ATTENTION),
     Bug("window", "attention", _attending(_window), _hints("tokens"), "behind", ("demo", "llama")),
     Bug("position lag", "attention", _lagging, _hints("tokens"), "behind", ("demo", "llama")),
-    Bug("stale cache", "attention", _attending(_stale), None, "behind", ATTENTION),
+    Bug(
+        "stale cache",
+        "attention",
+        _attending(_stale),
+        _hints("tokens"),
+        "behind",
+        ATTENTION,
+        asked=("demo", "llama"),
+    ),
+    Bug(
+        "embedding gain",
+        "embedding",
+        _after(lambda x: x * 1.1),
+        _hints("factor"),
+        depths=("before",),
+    ),
+    Bug(
+        "positions off by one",
+        "positions",
+        _positions_ahead,
+        _hints("offset"),
+        models=("bert",),
+        depths=("before",),
+    ),
+    Bug(
+        "final shift", "final_norm", _after(lambda x: x + 0.05), _hints("shift"), depths=("behind",)
+    ),
+    Bug("head gain", "head", _after(lambda x: x * 1.02), _hints("factor"), depths=("behind",)),
     Bug("conv bias dropped", "conv", _mixer(_conv_bias), None, "x", MAMBA),
     Bug("conv off by one", "conv", _mixer(_conv_shift), None, "x", MAMBA),
     Bug("time steps too long", "dt", _mixer(_steps), None, "down", MAMBA),
-    Bug("decay too fast", "mixer", _mixer(_decay), None, "down", MAMBA),
+    Bug("decay too fast", "mixer", _mixer(_decay), _hints("tokens"), "down", MAMBA),
     Bug("D missing", "mixer", _mixer(_no_skip), None, "down", MAMBA),
 )
 
@@ -378,5 +456,5 @@ def cases() -> list[Case]:
         Case(ARCHITECTURES[name], bug, depth)
         for bug in BUGS
         for name in bug.models
-        for depth in DEPTHS
+        for depth in bug.depths
     ]

@@ -35,10 +35,13 @@ class Architecture:
     build: Callable[[], nn.Module]
     blocks: str
     roles: Mapping[str, str]
+    outside: Mapping[str, str]
     padded: bool = False
 
     def layer(self, role: str, block: int) -> str:
-        """The name of the layer with this role in a block; `block` is the block itself."""
+        """The name of the layer with this role in a block, or of the one outside the blocks."""
+        if role in self.outside:
+            return self.outside[role]
         inner = self.roles[role]
         return f"{self.blocks}.{block}.{inner}" if inner else f"{self.blocks}.{block}"
 
@@ -110,7 +113,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             _demo,
             "blocks",
             {
-                "block": "",
                 "residual": "",
                 "shows_residual": "",
                 "norm": "norm1",
@@ -122,13 +124,13 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "activation": "mlp.activation",
                 "down": "mlp.down",
             },
+            {"embedding": "embedding", "final_norm": "final_norm", "head": "head"},
         ),
         Architecture(
             "llama",
             _llama,
             "model.layers",
             {
-                "block": "",
                 "residual": "",
                 "shows_residual": "",
                 "norm": "post_attention_layernorm",
@@ -140,6 +142,7 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "activation": "mlp.act_fn",
                 "down": "mlp.down_proj",
             },
+            {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"},
             padded=True,
         ),
         Architecture(
@@ -147,7 +150,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             _bert,
             "bert.encoder.layer",
             {
-                "block": "",
                 "residual": "output",
                 "shows_residual": "output.LayerNorm",
                 "norm": "attention.output.LayerNorm",
@@ -159,6 +161,12 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "activation": "intermediate.intermediate_act_fn",
                 "down": "output.dense",
             },
+            {
+                "embedding": "bert.embeddings.word_embeddings",
+                "final_norm": "cls.predictions.transform.LayerNorm",
+                "head": "cls.predictions.decoder",
+                "positions": "bert.embeddings.position_embeddings",
+            },
             padded=True,
         ),
         Architecture(
@@ -166,7 +174,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             _mamba,
             "backbone.layers",
             {
-                "block": "",
                 "residual": "",
                 "shows_residual": "",
                 "norm": "norm",
@@ -176,6 +183,11 @@ ARCHITECTURES: dict[str, Architecture] = {
                 "up": "mixer.in_proj",
                 "x": "mixer.x_proj",
                 "down": "mixer.out_proj",
+            },
+            {
+                "embedding": "backbone.embeddings",
+                "final_norm": "backbone.norm_f",
+                "head": "lm_head",
             },
         ),
     )
@@ -188,6 +200,11 @@ def has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
+# What asks and what answers in attention: larger, so that attention looks at few tokens, as in
+# trained models. Where all tokens look at all others, they are soon all the same.
+_ASKING = ("q", "k", "q_proj", "k_proj", "query", "key")
+
+
 @functools.lru_cache(maxsize=8)
 def make(name: str, seed: int = 0) -> nn.Module:
     """The model with the weights of a seed, in float32; the global random state is left alone."""
@@ -195,8 +212,10 @@ def make(name: str, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         model = ARCHITECTURES[name].build().float().eval()
         with torch.no_grad():
-            for module in model.modules():
+            for name, module in model.named_modules():
                 _draw(module)
+                if name.rpartition(".")[2] in _ASKING:
+                    module.weight.mul_(1.5)
     return model.requires_grad_(False)
 
 
