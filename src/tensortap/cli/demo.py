@@ -167,6 +167,7 @@ def _print(
     say("\nTry next:")
     for line in (
         f"tensortap compare {output}/{_REFERENCE} {output}/{_BUG} {layer}",
+        f"tensortap blame {reference.path} {_SPEC} --mode {_BUG}",
         f"tensortap show {reference.path} {layer}",
         f"tensortap plot {reference.path} {output}/int8 --layer {layer} -o difference.png",
         f"tensortap export {reference.path} --layout pt -o out",
