@@ -74,9 +74,13 @@ def drafted(
 
 
 def _docstring(head: Sequence[str], source: Source) -> list[str]:
-    said = [*head, *_needs(source)]
-    lines = [line for text in said for line in textwrap.wrap(_harmless(text), _WIDTH)]
-    return [f'"""{lines[0]}', "", *lines[1:], '"""']
+    first, *rest = [_wrapped(_harmless(text)) for text in (*head, *_needs(source))]
+    return [f'"""{first[0]}', *first[1:], "", *(line for text in rest for line in text), '"""']
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of bearable length; a path stays whole."""
+    return textwrap.wrap(text, _WIDTH, break_on_hyphens=False, break_long_words=False)
 
 
 def _needs(source: Source) -> list[str]:

@@ -6,6 +6,7 @@ not torch's own. Before it is said to be written, it is run, and must give what 
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
@@ -31,10 +32,11 @@ from ..judge import AGAINST_ESTIMATE
 from ..precision import roundoff
 from ..results import LayerComparison, Part
 from ..sentences import name_of
+from .calls import parse_leaf
 from .drafts import Draft, drafted
 from .rebuild import Rebuilder
 from .running import Played
-from .values import CannotWrite, Source
+from .values import CannotWrite, Source, is_name
 
 __all__ = ["Story", "check_room", "write_script"]
 
@@ -143,6 +145,9 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _by_export(story: Story) -> Draft:
     """The layer as a program of operations: no source that one could read, the same numbers."""
     given = story.played.given
+    for leaf in story.played.inputs:  # torch.export writes them into code of its own, unquoted
+        if not all(isinstance(step, int) or is_name(step) for step in parse_leaf(leaf) or ()):
+            raise CannotWrite(f"its input {leaf} has a name that is none in Python")
     args, kwargs = (_cloned(value) for value in (given.args, given.kwargs))
     try:
         with unchanged(story.model), warnings.catch_warnings():
@@ -202,9 +207,11 @@ def _head(story: Story, exported: bool) -> list[str]:
 
 def _tolerance(part: Part) -> float:
     """The error that tells a good output from this one, or from a worse one if this one is good."""
-    limit = AGAINST_ESTIMATE * (part.floor or 0.0)
-    error = part.error if part.error == part.error else 0.0
-    return min(limit, error / 2) if part.verdict == "diverged" else max(limit, 2 * error)
+    error = 0.0 if math.isnan(part.error) else part.error
+    if part.verdict == "diverged":
+        return min(AGAINST_ESTIMATE * (part.floor or 0.0), error / 2)
+    unit = max(roundoff(part.dtype), roundoff(part.candidate_dtype))
+    return max(AGAINST_ESTIMATE * (part.floor or _ALIKE * unit), 2 * error)
 
 
 # Trying it.
