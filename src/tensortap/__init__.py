@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .comparing.causes import Cause
     from .comparing.compare import compare
     from .comparing.replay import Replay, replay
+    from .comparing.streaming import Window, find_window
     from .errors import TapError
     from .numerics import Difference, Histogram, Summary, summarize
     from .numerics.difference import difference
@@ -62,11 +63,13 @@ _HOMES = {
     "TapError": "errors",
     "TapWarning": "taps",
     "Target": "targets",
+    "Window": "comparing.streaming",
     "blame": "comparing.blame",
     "check": "recording",
     "compare": "comparing",
     "compare_modes": "comparing",
     "difference": "numerics",
+    "find_window": "comparing.streaming",
     "open": "recording",
     "record": "taps",
     "register_metric": "comparing",
@@ -96,11 +99,13 @@ __all__ = [
     "TapError",
     "TapWarning",
     "Target",
+    "Window",
     "blame",
     "check",
     "compare",
     "compare_modes",
     "difference",
+    "find_window",
     "open",
     "record",
     "register_metric",

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from ..comparing.streaming import Window
     from ..recording.reader import Recording
     from ..targets import Target
 
@@ -169,6 +170,10 @@ def record(
         _plan(loaded, settings, json)
         return DONE
     assert output is not None
+    if coarse:
+        from .coarse import record_window
+
+        return record_window(loaded, output, settings, json)
     from ..reporting.progress import progress
 
     with progress("Recording") as advance, redirect_stdout(sys.stderr):
@@ -247,7 +252,7 @@ def recorded(outcome: Outcome) -> str:
     )
 
 
-def report_against(outcome: Outcome, as_json: bool) -> int:
+def report_against(outcome: Outcome, as_json: bool, window: Window | None = None) -> int:
     """Print how the run compares, and what was kept of it."""
     from ..reporting.text import size
 
@@ -260,6 +265,7 @@ def report_against(outcome: Outcome, as_json: bool) -> int:
                 "bytes_seen": outcome.seen,
                 "bytes_kept": outcome.kept,
                 "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
+                **({} if window is None else {"window": window.to_dict()}),
                 "comparison": comparison.to_dict(),
             }
         )

@@ -7,7 +7,7 @@ taps know it only by this shape, and `record` puts the real one in its place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,8 +47,13 @@ class Judge(Protocol):
     reference: str
     divergence: Divergence | None  # the first, once there is one
 
-    def begin(self, candidate: Recording, slots: Sequence[Slot], rank: int) -> None:
-        """The model is about to run; `candidate` has a manifest and no records yet."""
+    def begin(
+        self, candidate: Recording, slots: Sequence[Slot], layers: Collection[str], rank: int
+    ) -> None:
+        """The model is about to run; `candidate` has a manifest and no records yet.
+
+        `layers` are all that the model has, whether they are listened to or not.
+        """
         ...
 
     def keep(self, call: Call, heard: Sequence[Held]) -> frozenset[str]:

@@ -210,7 +210,7 @@ class Recorder:
         manifest = self._manifest()
         if self._judge is not None:
             candidate = reader.Recording(open_store(self.path), manifest, [], [])
-            self._judge.begin(candidate, self.tap.slots, _rank())
+            self._judge.begin(candidate, self.tap.slots, _layers_of(self.model), _rank())
         self._writer = Writer(
             self.path,
             manifest,
@@ -459,6 +459,13 @@ def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
         raise OptionError(f"keep must be 'tensors', 'sketch' or 'summary', got {keep!r}.")
     if not isinstance(budget, int) or budget < 1 << 20:
         raise OptionError(f"budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
+
+
+def _layers_of(model: Any) -> list[str]:
+    """Every layer that a model has, as they are named in recordings."""
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [name.replace("_orig_mod.", "") for name, _ in model.named_modules()]
 
 
 def _rank() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...recording.reader import Recording
@@ -42,11 +42,17 @@ def concluded(
     sums: Mapping[str, RowSum],
     heard: Sequence[tuple[str, str]],
     partners: Mapping[str, str],
+    unasked: Collection[str],
     stopped: Divergence | None,
 ) -> Comparison:
-    """The comparison of what was heard (name and type, in order) with the whole reference."""
+    """The comparison of what was heard (name and type, in order) with the reference.
+
+    Layers that the model has and nobody listened to are not missing, and no rows.
+    """
     reference = terms.reference
     rows = list(_rows(terms, sums, heard, partners, stopped))
+    listed = [row for row in rows if row.candidate_layer is not None or row.layer not in unasked]
+    left_out, rows = len(rows) - len(listed), listed
     check_compared(reference, candidate, rows)
     paired = [LayerPair(None, None, total.matched_by) for total in sums.values()]
     same, about_inputs = inputs_of(same_input(reference, candidate), rows)
@@ -67,12 +73,13 @@ def concluded(
         floor=floor_words(terms.floor, terms.work, rows),
         preset=terms.preset,
         warnings=(
-            *warnings_of(reference, candidate, same, None, paired),
+            *warnings_of(reference, candidate, same, list(sums), paired),
             *third_warnings(reference, terms.floor_run, "floor"),
         ),
         notes=(
             *about_inputs,
             *_other_steps(reference, sums, stopped),
+            *([f"{left_out} layers of the reference were not listened to."] if left_out else []),
             *notes_of(reference, candidate, terms.floor, conditions, rows),
         ),
     )

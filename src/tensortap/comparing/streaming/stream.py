@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +75,20 @@ class Stream:
         self._order: dict[str, None] = {}  # the candidate's layers as they are first heard
         self._moments: dict[str, dict[_Moment, list[Record]]] = {}
         self._rank = 0
+        self._unasked: frozenset[str] = frozenset()
         self._work: Work | None = None
         self._terms: Terms | None = None
 
     # What a recorder asks of a judge.
 
-    def begin(self, candidate: Recording, slots: Sequence[Slot], rank: int) -> None:
+    def begin(
+        self, candidate: Recording, slots: Sequence[Slot], layers: Collection[str], rank: int
+    ) -> None:
         self._partners = pair_names(self._reference, candidate.path, slots, self._maps)
         self._kinds = {slot.name: slot.type for slot in slots}
         self._rank = rank
+        paired = {ours for ours, _ in self._partners.values()}
+        self._unasked = frozenset(layers) - self._kinds.keys() - paired
         names = [ours for ours, _ in self._partners.values()]
         rules = parse_rules(self._rules, names)
         check_third(self._reference, candidate, self._floor, "floor")
@@ -136,6 +141,7 @@ class Stream:
             self._rows,
             [(name, self._kinds[name]) for name in self._order],
             {name: ours for name, (ours, _) in self._partners.items()},
+            self._unasked,
             self.divergence if stopped else None,
         )
         return self._with_causes(found, candidate)

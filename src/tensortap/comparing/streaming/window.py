@@ -1,0 +1,290 @@
+"""`find_window`: between which layers a run goes wrong, found from a few values of each.
+
+From the last layer that is surely good to the first that is surely bad, in order of execution. The
+model runs once, and nothing of it is kept; what lies in between can then be recorded in full.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ...errors import OptionError
+from ...recording.reader import Recording
+from ...recording.reader import open as open_recording
+from ...taps.isolation import unchanged
+from ...targets import Target
+from ..align import LayerPair, align
+from ..checks import Run, check_paired, opened
+from ..compare import Work
+from ..floor import Floor
+from ..judge import AGAINST_ESTIMATE
+from ..results import Comparison, LayerComparison
+from ..sites import SitePairer
+from .sketches import by_samples, by_summaries
+
+__all__ = ["Window", "find_window"]
+
+_SURE = 2.0  # times the limit of the judge: beyond, no bad luck with the sample explains it
+_Step = tuple[int, int]
+State = Literal["good", "bad", "unclear"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where to look: `layers`, by the candidate's names, behind `good` and up to `bad`.
+
+    `layers` is empty when nothing is suspect. `sure` is False when no layer is surely bad, only
+    unclear. `lacking` are those of `layers` of which the reference has no tensors, and `command`
+    records them. `comparison` holds a row a layer, by its samples.
+    """
+
+    good: str | None
+    bad: str | None
+    layers: tuple[str, ...]
+    sure: bool
+    batch: int
+    lacking: tuple[str, ...]
+    command: str | None
+    comparison: Comparison = field(repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def sentence(self) -> str:
+        """Where the run goes wrong, in a sentence."""
+        seen = len(self.comparison.layers)
+        if not self.layers:
+            return f"Nothing is suspect: {seen} layers agree with the reference in their samples."
+        start = "the start" if self.good is None else f"'{self.good}', the last that is surely good"
+        kind = "the first that is surely bad" if self.sure else "which is not surely good"
+        return (
+            f"The run goes wrong in batch {self.batch} between {start}, and '{self.bad}', {kind}: "
+            f"{len(self.layers)} {'layer' if len(self.layers) == 1 else 'layers'}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "sentence": self.sentence,
+            "good": self.good,
+            "bad": self.bad,
+            "sure": self.sure,
+            "batch": self.batch,
+            "layers": list(self.layers),
+            "lacking": list(self.lacking),
+            "command": self.command,
+        }
+
+
+def find_window(
+    model: Any,
+    inputs: Any = None,
+    *,
+    against: Run,
+    layers: str | Sequence[str] = "all",
+    floor: Run | None = None,
+    map: str | Sequence[str] = (),
+    progress: Callable[[int, int | None], None] | None = None,
+) -> Window:
+    """Run a model once, and say between which layers it leaves its reference.
+
+    `model` is a `torch.nn.Module` with the `inputs` that the reference was recorded with, or a
+    Target. The reference holds tensors, sketches (`keep="sketch"`) or summaries; the less it
+    holds, the wider the window. The model is left as it was, and nothing is kept.
+    """
+    target = _target(model, inputs)
+    reference = opened(against, False)
+    maps = [map] if isinstance(map, str) else list(map)
+    with tempfile.TemporaryDirectory(prefix="tensortap-coarse-") as folder:
+        candidate = _sketched(target, f"{folder}/run", layers, progress)
+        pairs = align(reference, candidate, maps=maps)
+        beside = None if floor is None else opened(floor, False)
+        return _Search(reference, candidate, pairs, beside).window()
+
+
+def _target(model: Any, inputs: Any) -> Target:
+    if isinstance(model, Target):
+        if inputs is not None:
+            raise OptionError("A Target brings its inputs along. Give one of the two.")
+        return model
+    if inputs is None:
+        raise OptionError(
+            "What should the model run on? Give the inputs that the reference was recorded with, "
+            "or a tap.Target that has them."
+        )
+    return Target(model, inputs)
+
+
+def _sketched(
+    target: Target,
+    path: str,
+    layers: str | Sequence[str],
+    progress: Callable[[int, int | None], None] | None,
+) -> Recording:
+    """One run, of which a few values of every tensor are kept."""
+    from ...taps import record
+
+    with unchanged(target.model), torch.no_grad():
+        recorder = record(
+            target.model, path, layers=layers, keep="sketch", mode=target.mode, strict=True
+        )
+        with recorder:
+            for number, batch in enumerate(target.batches):
+                if progress is not None:
+                    progress(number, len(target.batches))
+                target(batch)
+                recorder.step()
+    return open_recording(path)
+
+
+class _Search:
+    """One reference and one sketched run, layer by layer."""
+
+    def __init__(
+        self,
+        reference: Recording,
+        candidate: Recording,
+        pairs: Sequence[LayerPair],
+        floor: Recording | None,
+    ) -> None:
+        self.reference, self.candidate = reference, candidate
+        paired = [p for p in pairs if p.reference is not None and p.candidate is not None]
+        check_paired(reference, candidate, None, paired)
+        third = None if floor is None else Floor(reference, floor)
+        work = Work(
+            reference, candidate, SitePairer(reference, candidate), (), None, third, None, ()
+        )
+        self.pairs = {pair.candidate.name: pair for pair in paired if pair.candidate is not None}
+        self.rows = {name: work.row(by_samples(pair)) for name, pair in self.pairs.items()}
+        self.slim = {name: work.row(by_summaries(pair)) for name, pair in self.pairs.items()}
+
+    def window(self) -> Window:
+        sure = True
+        bad = self._first("bad")
+        if bad is None:
+            sure, bad = False, self._first("unclear")
+        if bad is None:
+            return self._made(None, None, (), True, 0)
+        step, order, name = bad
+        last = order
+        if not sure:  # all that is unclear in that step lies in the window
+            unclear = [n for n in self.rows if self._at(n, step) == "unclear"]
+            last, name = max((at, n) for n in unclear if (at := self._order(n, step)) is not None)
+        goods = [
+            (at, n)
+            for n in self.rows
+            if self._at(n, step) == "good"
+            and (at := self._order(n, step)) is not None
+            and at < order
+        ]
+        start, good = max(goods, default=(-1, None))
+        inside = [
+            (at, n)
+            for n in self.candidate.layers
+            if (at := self._order(n, step)) is not None and start < at <= last
+        ]
+        names = tuple(n for _, n in sorted(inside))
+        return self._made(good, name, names, sure, step[1])
+
+    def _made(
+        self, good: str | None, bad: str | None, names: tuple[str, ...], sure: bool, batch: int
+    ) -> Window:
+        lacking = tuple(name for name in names if not self._has_tensors(name))
+        command = self._command(names) if lacking else None
+        comparison = Comparison(
+            reference=self.reference.path,
+            candidate="a run of which a few values of each tensor were kept",
+            layers=tuple(self.rows.values()),
+            floor="of samples: estimated, or measured where a floor run was given",
+            notes=("Verdicts rest on a few values of each tensor, and on its statistics.",),
+        )
+        return Window(good, bad, names, sure, batch, lacking, command, comparison)
+
+    # What is known of a layer.
+
+    def _first(self, state: State) -> tuple[_Step, int, str] | None:
+        """The first layer in this state: step, order, name."""
+        found = []
+        for name in self.rows:
+            for step in self.candidate.steps:
+                order = self._order(name, step)
+                if order is not None and self._at(name, step) == state:
+                    found.append((step, order, name))
+                    break
+        return min(found, default=None)
+
+    def _at(self, name: str, step: _Step) -> State:
+        """How sure it is that a layer is good, or bad, in a step: by samples and statistics."""
+        states = [_state(self.rows[name], step), _state(self.slim[name], step)]
+        if "bad" in states:
+            return "bad"
+        return "good" if states == ["good", "good"] else "unclear"
+
+    def _order(self, name: str, step: _Step) -> int | None:
+        """When a layer's first call in a step ended."""
+        orders = [
+            record.order
+            for record in self.candidate[name].records
+            if record.port == "output" and (record.epoch, record.batch) == step
+        ]
+        return min(orders, default=None)
+
+    # What the reference lacks.
+
+    def _named(self, name: str) -> str:
+        """The reference's name for a layer; what it does not have is called as here."""
+        pair = self.pairs.get(name)
+        return name if pair is None or pair.reference is None else pair.reference.name
+
+    def _has_tensors(self, name: str) -> bool:
+        pair = self.pairs.get(name)
+        if pair is None or pair.reference is None:
+            return False
+        return all(record.stored for record in pair.reference.records)
+
+    def _command(self, names: Sequence[str]) -> str:
+        """What records the window of the reference."""
+        manifest = self.reference.manifest
+        command = manifest.selection.get("command")
+        if not command:
+            target = manifest.target.get("spec") or manifest.target.get("class") or "TARGET"
+            words = ["tensortap", "record", str(target)]
+            words += ["--mode", manifest.mode] if manifest.mode else []
+            command = shlex.join(words)
+        chosen: list[str] = []
+        for pattern in _patterns([self._named(n) for n in names], self.candidate.layers):
+            chosen += ["--layers", pattern]
+        folder = f"{self.reference.path.rstrip('/')}-window"
+        return f"{command} -o {shlex.quote(folder)} {shlex.join(chosen)} --inputs"
+
+
+def _state(row: LayerComparison, step: _Step) -> State:
+    part = row.main
+    if row.verdict in ("identical", "within"):
+        return "good"
+    if part is None or row.verdict != "diverged":
+        return "unclear"
+    if not any(moment[:2] == step for moment in part.diverged_at):
+        return "good"
+    found = part.difference
+    if found is None or found.disagreeing or part.floor_ratio is None:
+        return "bad"
+    limit = AGAINST_ESTIMATE * (1 + 4 / max(1, found.finite) ** 0.5)
+    return "bad" if part.floor_ratio > _SURE * limit else "unclear"
+
+
+def _patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Few patterns that name these layers: a block with all that is in it is two."""
+    chosen = set(names)
+    inside = {name: {n for n in known if n.startswith(f"{name}.")} for name in names if name}
+    whole = [name for name, inner in inside.items() if inner and chosen >= inner]
+    outer = [n for n in whole if not any(n.startswith(f"{other}.") for other in whole)]
+    left = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in outer)]
+    found = [pattern for name in outer for pattern in (name, f"{name}.**")]
+    return [*found, *(name for name in left if name)] or ["all"]
