@@ -24,7 +24,7 @@ def factor(pairs: Pairs) -> Fit | None:
     a, rest = 1 + float(gain[0]), float(left[0]) / pairs.energy
     if not np.any(pairs.candidate.numpy()):
         return Fit("factor", 0.0, 0.0, "the candidate is zero", details={"factor": 0.0})
-    adjusted = pairs.adjusted(_believed(rest, pairs), 1)
+    adjusted = pairs.adjusted(_believed(rest, pairs), t.chance_of_factors())
     if abs(a + 1) < _SIGN and adjusted < _SIGN:
         return _sign_of_all(pairs)
     text = f"output = {factor_words(a)} x reference"
@@ -58,14 +58,16 @@ def shift(pairs: Pairs) -> Fit | None:
     sign = "+" if value >= 0 else "-"
     text = f"output = reference {sign} {number_words(abs(value))}"
     details = {"shift": value}
-    return Fit("shift", rest, pairs.adjusted(rest, 1), text, 1.0, _SIMPLE, details=details)
+    adjusted = pairs.adjusted(rest, t.chance_of_constants())
+    return Fit("shift", rest, adjusted, text, 1.0, _SIMPLE, details=details)
 
 
 def affine(pairs: Pairs) -> Fit | None:
     """candidate = a x reference + b."""
     if pairs.energy <= 0 or pairs.count < 4:
         return None
-    n, d, r, dd, dr, rr = (float(part[0]) for part in pairs.total)
+    t = pairs.total
+    n, d, r, dd, dr, rr, _ = (float(part[0]) for part in t)
     spread = rr - r * r / n
     if not spread > 1e-12 * rr:
         return None
@@ -75,7 +77,8 @@ def affine(pairs: Pairs) -> Fit | None:
     sign = "+" if b >= 0 else "-"
     text = f"output = {factor_words(1 + gain)} x reference {sign} {number_words(abs(b))}"
     details = {"factor": 1 + gain, "shift": b}
-    adjusted = pairs.adjusted(_believed(rest, pairs), 2)
+    chance = t.chance_of_constants() + t.chance_of_factors()
+    adjusted = pairs.adjusted(_believed(rest, pairs), chance)
     return Fit("affine", rest, adjusted, text, 2.0, _SIMPLE, details=details)
 
 
@@ -112,7 +115,7 @@ def bias(pairs: Pairs) -> list[Fit]:
             continue
         left, b = _least(s.dd, s.d, s.n)
         rest = float(left.sum()) / pairs.energy
-        adjusted = pairs.adjusted(rest, len(b))
+        adjusted = pairs.adjusted(rest, s.chance_of_constants())
         if adjusted > _CONSTANTS + pairs.noise:
             continue
         name = pairs.axes[axis]
@@ -144,7 +147,7 @@ def _factors(pairs: Pairs, s: Sums, name: str) -> Fit | None:
     left, gain = _least(s.dd, s.dr, s.rr)
     rest = float(left.sum()) / pairs.energy
     values = 1 + gain[s.rr > 0]
-    adjusted = pairs.adjusted(_believed(rest, pairs), len(values))
+    adjusted = pairs.adjusted(_believed(rest, pairs), s.chance_of_factors())
     if adjusted > _MANY + pairs.noise:
         return None
     text = f"a factor for each {name}: {range_words(values, factor_words)}"

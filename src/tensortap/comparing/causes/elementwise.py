@@ -29,7 +29,9 @@ def function(pairs: Pairs) -> Fit | None:
         if given is None:
             continue
         left, bins = _left(given.reshape(-1)[::step], d)
-        adjusted = min(1.0, left * len(d) / max(1, len(d) - bins))
+        # A small candidate leaves a difference that is the reference, and a function of it.
+        most = max(left, left * pairs.energy / float(pairs.candidate.square().sum() + 1e-300))
+        adjusted = min(1.0, most * len(d) / max(1, len(d) - bins))
         if adjusted <= _LEFT + pairs.noise:
             text = f"a function of the {name}, element by element (as another activation makes)"
             return Fit("function", left, adjusted, text, 3.5, _LEFT, details={"of": name})

@@ -89,18 +89,14 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
     if part is None or part.count < 4 or not part.energy > 0:
         return fit
     options = [made for one in (factor, shift, saturation, affine) if (made := one(part))]
-    good = [
-        option
-        for option in options
-        if _rest(option, part) <= _GOOD and part.adjusted(option.left, 2) <= _GOOD + part.noise
-    ]
+    good = [option for option in options if _rest(option, part) <= _GOOD]
     if not good:
         return fit
     best = min(good, key=lambda option: _score(option, part))
     left = 1 - region.share * (1 - best.left)
     kind = best.kind if best.kind in _OWN_NAME else fit.kind
     within = {"kind": best.kind, "text": best.text, **best.details}
-    cost = 1.8 if best.kind in _OWN_NAME else fit.cost
+    cost = 1.8 if best.kind in _OWN_NAME else 2.5
     made = replace(fit, kind=kind, left=left, adjusted=left, cost=cost, place=False)
     return replace(made, text=f"{fit.text}: {best.text}").with_details(within=within)
 

@@ -48,12 +48,14 @@ def grid(pairs: Pairs) -> Fit | None:
         groups = _grouped(pairs.candidate, axis)
         if axis is not None and (groups.shape[0] < 2 or groups.shape[1] < 4):
             continue
-        found = _integers(_few(groups), unit) or _floats(_few(groups), unit)
-        if found is None:
+        few = _few(groups)
+        found = [one for one in (_integers(few, unit), _floats(few, unit)) if one is not None]
+        if not found:
             continue
-        if _on_same(_few(_grouped(pairs.reference, axis)), found, unit):
+        if _on_same(_few(_grouped(pairs.reference, axis)), found[0], unit):
             return None
-        return _fitted(pairs, found, name, axis)
+        # Few values can lie on both kinds by chance: the one that is meant rounds to them.
+        return min((_fitted(pairs, one, name, axis) for one in found), key=lambda fit: fit.left)
     return None
 
 
@@ -184,7 +186,7 @@ def _on_same(groups: Tensor, found: _Found, unit: float) -> bool:
     return other is not None
 
 
-def _fitted(pairs: Pairs, found: _Found, name: str, axis: int | None) -> Fit | None:
+def _fitted(pairs: Pairs, found: _Found, name: str, axis: int | None) -> Fit:
     flat = pairs.candidate.reshape(-1, pairs.shape[-1])
     peak = flat.abs().amax() if axis is None else flat.abs().amax(0 if axis == -1 else 1, True)
     scale = peak / found.steps

@@ -43,7 +43,8 @@ def branch(pairs: Pairs) -> Fit | None:
     gain = float((pairs.difference * added).sum()) / size
     rest = max(0.0, pairs.energy - gain * gain * size) / pairs.energy
     # Near zero, a factor takes the reference out of the difference and explains nothing.
-    adjusted = pairs.adjusted(max(rest, rest * pairs.energy / own), 1)
+    chance = float((pairs.difference * added).square().sum()) / size
+    adjusted = pairs.adjusted(max(rest, rest * pairs.energy / own), chance)
     text = f"what the layer adds to its input = {factor_words(1 + gain)} x the reference's"
     details = {"factor": 1 + gain, "of": "added"}
     return Fit("factor", rest, adjusted, text, 1.3, 0.25, details=details)

@@ -1,7 +1,7 @@
 """Two tensors made ready for fitting: in float64, of bounded size, without what is not finite.
 
 Most hypotheses are least squares in one or two unknowns for each place of an axis. All of them
-follow from six sums for each row and each channel, which are taken once. The sums are of the
+follow from a few sums for each row and each channel, which are taken once. The sums are of the
 difference and the reference, not of the candidate: a small difference keeps its digits.
 """
 
@@ -23,10 +23,11 @@ from .fits import Floats
 __all__ = ["LIMIT", "Pairs", "Sums", "prepared"]
 
 LIMIT = 1 << 22  # elements that are looked at one by one
+_MOST_CHANCE = 0.9
 
 
 class Sums(NamedTuple):
-    """Over the finite pairs of each place: how many, d, r, d², dr, r²; d = candidate - r."""
+    """Over the finite pairs of each place: how many, d, r, d², dr, r², d²r²; d = candidate - r."""
 
     n: Floats
     d: Floats
@@ -34,6 +35,16 @@ class Sums(NamedTuple):
     dd: Floats
     dr: Floats
     rr: Floats
+    ddrr: Floats
+
+    def chance_of_constants(self) -> float:
+        """The squared error that a constant for each place removes from noise, on average."""
+        return float((self.dd / self.n.clip(1)).sum())
+
+    def chance_of_factors(self) -> float:
+        """The same of factors; large where a few values are most of a place's size."""
+        positive = self.rr > 0
+        return float((self.ddrr[positive] / self.rr[positive]).sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +82,7 @@ class Pairs:
 
     @cached_property
     def _rows(self) -> Floats:
-        """The six sums of each row, over the last axis."""
+        """The sums of each row, over the last axis."""
         return np.stack([part.sum(-1).numpy() for part in self._terms])
 
     @cached_property
@@ -86,7 +97,8 @@ class Pairs:
             count = torch.ones((), dtype=torch.float64).expand(d.shape)
         else:
             count = self.finite.to(torch.float64)
-        return (count, d, r, d * d, d * r, r * r)
+        product = d * r
+        return (count, d, r, d * d, product, r * r, product * product)
 
     def forget(self) -> None:
         """Let go of the products once their sums are known."""
@@ -120,7 +132,7 @@ class Pairs:
 
     def rows(self) -> Sums:
         """The sums of each row: of all axes but the last."""
-        return Sums(*self._rows.reshape(6, -1))
+        return Sums(*self._rows.reshape(7, -1))
 
     def along(self, axis: int) -> Sums:
         """The sums of each place of one axis."""
@@ -137,10 +149,18 @@ class Pairs:
             rest *= self.finite
         return float((rest * rest).sum()) / self.energy
 
-    def adjusted(self, left: float, parameters: float) -> float:
-        """What is left per degree of freedom; 1 where there are no degrees left."""
-        free = self.count - parameters
-        return min(1.0, left * self.count / free) if free > 0 else 1.0
+    def adjusted(self, left: float, chance: float) -> float:
+        """What is left, so that noise leaves all of itself.
+
+        `chance` is the squared error that as many free numbers remove from noise of this size.
+        Where that is more than half, only what leaves next to nothing is believed.
+        """
+        share = chance / self.energy
+        if share > _MOST_CHANCE:
+            return 1.0
+        if share > 0.5 + 1e-9:
+            return left if left < 1e-6 else 1.0
+        return min(1.0, left / (1 - share))
 
     def within(self, places: Sequence[Sequence[int] | None]) -> Pairs:
         """The pairs at some places of each axis; None stands for all."""

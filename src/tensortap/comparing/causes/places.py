@@ -73,14 +73,14 @@ def _sets(
     Where one axis has few of them, little of the others is left to tell by: there only what is
     right to the last bit, or to rounding, is left out.
     """
-    last = len(pairs.sizes) - 1
+    last, total = len(pairs.sizes) - 1, math.prod(pairs.sizes)
     sums = []
     for axis in range(last):
         others = tuple(a for a in range(last) if a != axis)
         sums.append((energy.sum(others), size.sum(others)))
     sums.append((found.channels[:, 0], found.channels[:, 1]))
     sets = [
-        _held(e, r, pairs.floor, _CLEAR, ordered=name == "token")
+        _held(e, r, pairs.floor, _limit(total, e), ordered=name == "token")
         for (e, r), name in zip(sums, pairs.axes, strict=True)
     ]
     shares = {
@@ -97,6 +97,11 @@ def _sets(
     return sets
 
 
+def _limit(elements: int, places: Floats) -> float:
+    """What the rest may have of the error inside: less, the fewer elements a place has."""
+    return _CLEAR / (1 + 10 * places.size / elements)
+
+
 def _count(sets: Sequence[tuple[int, ...] | None], shape: Sequence[int]) -> int:
     """How many rows are meant."""
     pairs = zip(sets[:-1], shape, strict=True)
@@ -109,7 +114,7 @@ def region_fit(region: Region) -> Fit:
     if region.rows:
         names = {"places": [list(row) for row in region.rows]}
     left = max(0.0, 1 - region.share)
-    return Fit(region.kind, left, left, region.text, 2.5, 0.1, place=True, details=names)
+    return Fit(region.kind, left, left, region.text, 3.2, 0.1, place=True, details=names)
 
 
 def _kind(axes: Sequence[str], sizes: Sequence[int], sets: Sequence[tuple[int, ...] | None]) -> str:
@@ -190,7 +195,8 @@ def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
     """A few rows here and there, as one token of each sample."""
     if sum(extent > 1 for extent in energy.shape) < 2:
         return None
-    chosen = _held(energy.reshape(-1), size.reshape(-1), pairs.floor, _CLEAR, ordered=False)
+    flat, limit = energy.reshape(-1), _limit(math.prod(pairs.sizes), energy)
+    chosen = _held(flat, size.reshape(-1), pairs.floor, limit, ordered=False)
     if chosen is None or len(chosen) > _NOTEWORTHY:
         return None
     share = float(energy.reshape(-1)[list(chosen)].sum() / energy.sum())
