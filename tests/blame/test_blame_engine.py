@@ -348,3 +348,24 @@ def test_layers_behind_the_final_one_are_left_out(tmp_path: Path) -> None:
     result = tap.blame(path, gain(model, "blocks.1.up"), batch(), final="blocks.2")
     assert [row.layer for row in result.first_level] == ["stem", "blocks.0", "blocks.1", "blocks.2"]
     assert result.behind == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_candidate_on_a_gpu_against_a_reference_of_the_cpu(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = make(Cached)
+    path = recorded(tmp_path / "ref", model, batch())
+    inputs = batch().to("cuda", dtype)
+    clean = copy.deepcopy(model).to("cuda", dtype)
+    assert tap.blame(path, clean, inputs).same
+    candidate = gain(model, "blocks.2.down", 1.5)
+    candidate.blocks[2].down.inner[0].to("cuda", dtype)
+    candidate.to("cuda", dtype)
+    before = torch.cuda.get_rng_state()
+    for bisect in (False, True):
+        result = tap.blame(path, candidate, inputs, bisect=bisect)
+        assert result.culprit == "blocks.2.down"
+        assert result.share > 0.9
+    assert torch.equal(before, torch.cuda.get_rng_state())

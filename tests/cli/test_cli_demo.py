@@ -51,10 +51,10 @@ def test_its_commands_run(run: Run, shown: tuple[Path, str], tmp_path: Path, mon
     folder, out = shown
     offered = out.split("Try next:")[1].splitlines()
     commands = [line.split()[1:] for line in offered if line.strip().startswith("tensortap")]
-    assert len(commands) == 4
+    assert len(commands) == 5
     assert commands[0] == ["compare", f"{folder}/fp32", f"{folder}/bug", "blocks.4"]
     for words in commands:
-        expected = 1 if words[0] == "compare" else 0  # it shows the bug
+        expected = 1 if words[0] in ("compare", "blame") else 0  # they show the bug
         assert run(*words).code == expected, words
 
 
