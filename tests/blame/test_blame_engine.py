@@ -336,10 +336,11 @@ def test_what_all_layers_make_is_no_ones_fault(seed: int, tmp_path: Path) -> Non
             for linear in (block.up, block.down):
                 step = linear.weight.abs().amax(-1, keepdim=True) / 15
                 linear.weight.copy_((linear.weight / step).round() * step)
-    result = tap.blame(path, candidate, batch())
-    assert result.culprit is None
-    assert not result.same
-    assert result.sentence.startswith("no single culprit: ")
+    for bisect in (False, True):
+        result = tap.blame(path, candidate, batch(), bisect=bisect)
+        assert result.culprit is None
+        assert not result.same
+        assert result.sentence.startswith("no single culprit: ")
 
 
 def test_layers_behind_the_final_one_are_left_out(tmp_path: Path) -> None:

@@ -260,10 +260,11 @@ class _Work:
         return self._conclude(rows, before, behind, math.nan, bisect=True)
 
     def _unasked(self, layer: str) -> BlamedLayer:
-        """A layer as far as the candidate's own run tells."""
+        """A layer as far as the runs tell that were made for others."""
         return BlamedLayer(
             layer=layer,
             type=self.types[layer],
+            made_here=self.shares.made_here(layer),
             accumulated=self.trace.outputs[layer].error,
             handed=self.trace.inputs[layer].error,
         )

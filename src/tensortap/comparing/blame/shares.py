@@ -194,6 +194,11 @@ class Shares:
             note="; ".join(notes),
         )
 
+    def made_here(self, layer: str) -> float:
+        """What a layer makes of the reference's inputs, if it has run on them; NaN otherwise."""
+        made = self._made.get(layer)
+        return math.nan if made is None else made.errors.error
+
     def baggage(self, layer: str) -> Baggage:
         """What is kept of a layer on the reference's inputs; runs it so if it has not run yet."""
         made = self._made.get(layer)
