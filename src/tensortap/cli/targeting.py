@@ -43,7 +43,10 @@ SeqLenOption = Annotated[
 SamplesOption = Annotated[MaybeInt, typer.Option("--samples", help=f"How many samples, {_GIVEN}.")]
 DeviceOption = Annotated[MaybeText, typer.Option("--device", help=f"Where, {_GIVEN}.")]
 DtypeOption = Annotated[
-    MaybeText, typer.Option("--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}.")
+    MaybeText,
+    typer.Option(
+        "--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}; cast behind one that takes none."
+    ),
 ]
 SeedOption = Annotated[MaybeInt, typer.Option("--seed", help=f"The seed, {_GIVEN}.")]
 SetOption = Annotated[
