@@ -89,7 +89,11 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
     if part is None or part.count < 4 or not part.energy > 0:
         return fit
     options = [made for one in (factor, shift, saturation, affine) if (made := one(part))]
-    good = [option for option in options if _rest(option, part) <= _GOOD]
+    good = [
+        option
+        for option in options
+        if _rest(option, part) <= (5 * _GOOD if option.kind in _OWN_NAME else _GOOD)
+    ]
     if not good:
         return fit
     best = min(good, key=lambda option: _score(option, part))
@@ -104,7 +108,7 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
 def _part(pairs: Pairs, region: Region) -> Pairs | None:
     """The pairs of a region, as far as they are in the sample."""
     if region.rows:
-        return None
+        return None if pairs.sampled else pairs.at_rows(region.rows)
     places: list[tuple[int, ...] | None] = []
     for axis, chosen in enumerate(region.places):
         if chosen is None:

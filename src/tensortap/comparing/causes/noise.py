@@ -15,6 +15,7 @@ from .pairs import Pairs
 
 __all__ = ["noise", "not_finite"]
 
+_FAR = 8.0  # times the floor: what rounding hardly ever makes
 _UNEVEN = 0.5  # of the squared error in a tenth of the places
 
 
@@ -76,7 +77,8 @@ def not_finite(pairs: Pairs, found: Profile) -> Cause | None:
     what, about = _kinds(pairs)
     many = f"{count} value{'s' if count > 1 else ''}"
     text = f"{what}, {many}{' at ' + ', '.join(where) if where else ''}{about}"
-    wrong = int((pairs.difference.abs() > pairs.floor * pairs.reference.abs()).sum())
+    usual = _FAR * pairs.floor * math.sqrt(float(pairs.total.rr[0]) / max(1.0, pairs.count))
+    wrong = int((pairs.difference.abs() > usual).sum()) if math.isfinite(usual) else 0
     explains = count / (count + wrong)
     return Cause("not finite", explains, text, {"count": count, "channels": channels[:256]})
 

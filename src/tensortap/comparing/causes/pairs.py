@@ -185,6 +185,29 @@ class Pairs:
             sizes=tuple(reference.shape),
         )
 
+    def at_rows(self, rows: Sequence[Sequence[int]]) -> Pairs:
+        """The pairs of some rows, each given by its place in all axes but the last."""
+        flat = [int(np.ravel_multi_index(tuple(row), self.shape[:-1])) for row in rows]
+
+        def as_rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.reshape(-1, self.shape[-1])
+
+        reference, candidate = as_rows(self.reference), as_rows(self.candidate)
+        difference = as_rows(self.difference)
+        assert reference is not None and candidate is not None and difference is not None
+        made = replace(
+            self,
+            reference=reference,
+            candidate=candidate,
+            difference=difference,
+            finite=as_rows(self.finite),
+            input=as_rows(self.input),
+            axes=("token", "channel"),
+            starts=(0, 0),
+            sizes=tuple(reference.shape),
+        )
+        return made.within((flat, None))
+
 
 def prepared(
     reference: Tensor, candidate: Tensor, floor: float, given: Tensor | None
