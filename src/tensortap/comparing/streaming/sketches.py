@@ -19,7 +19,7 @@ from ...recording.dtypes import torch_dtype
 from ...recording.reader import Layer, Record
 from ..align import LayerPair
 
-__all__ = ["SketchRecord", "by_samples", "by_summaries"]
+__all__ = ["SketchRecord", "by_samples", "by_summaries", "has_samples"]
 
 _Key = tuple[str, str, int, int, int, int]
 
@@ -62,7 +62,7 @@ def by_samples(pair: LayerPair) -> LayerPair:
     theirs: dict[_Key, Record] = {}
     for key in left.keys() & right.keys():
         one, other = left[key], right[key]
-        first = not (_has_samples(one) and _has_samples(other))
+        first = not (has_samples(one) and has_samples(other))
         if one.shape == other.shape and one.shape:
             ours[key], theirs[key] = _sketch(one, first), _sketch(other, first)
     return LayerPair(
@@ -92,7 +92,8 @@ def _keyed(layer: Layer) -> dict[_Key, Record]:
     return {(r.port, r.leaf, r.rank, r.epoch, r.batch, r.call): r for r in layer.records}
 
 
-def _has_samples(record: Record) -> bool:
+def has_samples(record: Record) -> bool:
+    """Whether more is known of a record than its statistics and first values."""
     return record.stored or record.sketch is not None
 
 

@@ -26,7 +26,7 @@ from ..floor import Floor
 from ..judge import AGAINST_ESTIMATE
 from ..results import Comparison, LayerComparison
 from ..sites import SitePairer
-from .sketches import by_samples, by_summaries
+from .sketches import by_samples, by_summaries, has_samples
 
 __all__ = ["Window", "find_window"]
 
@@ -182,6 +182,7 @@ class _Search:
             if self._at(n, step) == "good"
             and (at := self._order(n, step)) is not None
             and at < order
+            and not self._doubtful(n, bad=name)
         ]
         start, good = max(goods, default=(-1, None))
         inside = [
@@ -226,6 +227,20 @@ class _Search:
             return "bad"
         return "good" if states == ["good", "good"] else "unclear"
 
+    def _doubtful(self, name: str, bad: str) -> bool:
+        """Whether a good layer stands so near to a bad one that statistics alone do not clear it.
+
+        They are blind to another order of the same values: without samples, a block is good as a
+        whole or not.
+        """
+        pair = self.pairs[bad]
+        assert pair.reference is not None
+        if all(has_samples(record) for record in pair.reference.port("output")):
+            return False
+        blocks = self.candidate.manifest.structure.blocks
+        home = [block for block in blocks if _within(bad, block)]
+        return any(_within(name, block) for block in home)
+
     def _order(self, name: str, step: _Step) -> int | None:
         """When a layer's first call in a step ended."""
         orders = [
@@ -262,6 +277,10 @@ class _Search:
             chosen += ["--layers", pattern]
         folder = f"{self.reference.path.rstrip('/')}-window"
         return f"{command} -o {shlex.quote(folder)} {shlex.join(chosen)} --inputs"
+
+
+def _within(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
 
 
 def _state(row: LayerComparison, step: _Step) -> State:
