@@ -1,6 +1,6 @@
 """Does it find the bug? Planted ones in four architectures, and pairs in which nothing is wrong.
 
-    python benchmarks/diagnosis.py [--kind WORDS] [--model NAME] [--json FILE] [--page FILE]
+    python benchmarks/diagnosis.py [--kind WORDS] [--model NAME] [--page FILE] [--jobs N]
 
 Every kind of bug is planted at three depths of a demo model, a Llama, a BERT and a Mamba (small,
 seeded weights, nothing is downloaded). Of each we ask: is the first divergence where the bug
@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import fields, replace
 from pathlib import Path
+
+import torch
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).resolve().parent.parent
@@ -50,34 +54,56 @@ def main() -> None:
     parser.add_argument("--model", default="", choices=["", *ARCHITECTURES], help="only this one")
     parser.add_argument("--json", type=Path, help="also write every outcome here")
     parser.add_argument("--page", type=Path, help="write the tables between the marks of this page")
+    parser.add_argument("--jobs", type=int, default=2, help="processes to run in")
     options = parser.parse_args()
 
     def wanted(item: Case | Pair) -> bool:
         return options.kind in item.kind and options.model in ("", item.architecture.name)
 
     began = time.perf_counter()
-    with workshop() as shop:
-        outcomes = _run(shop, [item for item in (*cases(), *pairs()) if wanted(item)])
+    with workshop() as shop, _pool(options.jobs, shop) as pool:
+        outcomes = _run(pool, [item for item in (*cases(), *pairs()) if wanted(item)])
         bugs = [o for o in outcomes if isinstance(o.case, Case)]
         for precision in PRECISIONS:
-            outcomes += _run(
-                shop, [within(o.case, precision) for o in bugs if shop.shows(o, precision)]
-            )
+            shown = [within(o.case, precision) for o in bugs if shop.shows(o, precision)]
+            outcomes += _run(pool, shown)
     text = page(outcomes)
     print(text)
     print(f"{len(outcomes)} in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     if options.json:
-        rows = [{**asdict(o), "case": str(o.case), "kind": o.kind} for o in outcomes]
+        rows = [{**_fields(o), "case": str(o.case), "kind": o.kind} for o in outcomes]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.page:
         write_page(options.page, text)
 
 
-def _run(shop: Workshop, items: Sequence[Case | Pair]) -> list[Outcome]:
+_shop: Workshop | None = None
+
+
+def _pool(jobs: int, shop: Workshop) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(jobs, context, initializer=_open, initargs=(shop.folder,))
+
+
+def _open(folder: Path) -> None:
+    """In each process: a folder of its own inside the one that is removed at the end."""
+    global _shop
+    torch.set_num_threads(1)
+    own = folder / str(os.getpid())
+    own.mkdir()
+    _shop = Workshop(own)
+
+
+def _diagnose(item: Case | Pair) -> Outcome:
+    assert _shop is not None
+    return _shop.diagnose(item)
+
+
+def _run(pool: ProcessPoolExecutor, items: Sequence[Case | Pair]) -> list[Outcome]:
     outcomes = []
-    for index, item in enumerate(items):
-        print(f"\r{index + 1}/{len(items)} {item!s:60.60}", end="", file=sys.stderr)
-        outcomes.append(shop.diagnose(item))
+    for outcome in pool.map(_diagnose, items):
+        outcomes.append(outcome)
+        print(f"\r{len(outcomes)}/{len(items)} {outcome.case!s:60.60}", end="", file=sys.stderr)
     print(file=sys.stderr)
     return outcomes
 
@@ -178,6 +204,10 @@ def _misses(o: Outcome) -> list[str]:
 
 def _name(layer: str | None) -> str:
     return "nothing" if layer is None else f"`{layer}`" if layer else "the model"
+
+
+def _fields(outcome: Outcome) -> dict[str, object]:
+    return {item.name: getattr(outcome, item.name) for item in fields(outcome)}
 
 
 def write_page(path: Path, text: str) -> None:

@@ -25,7 +25,7 @@ from planting import (
 from torch import Tensor, nn
 from zoo import ARCHITECTURES, BLOCKS, HEADS, Architecture, make
 
-__all__ = ["BUGS", "DEPTHS", "Bug", "Case", "cases"]
+__all__ = ["BUGS", "DEPTHS", "Bug", "Case", "cases", "named"]
 
 # Of the blocks; a bug outside of them is before or behind all.
 DEPTHS = {"early": 0, "middle": 2, "late": BLOCKS - 1}
@@ -53,6 +53,10 @@ class Bug:
     models: tuple[str, ...] = ALL
     asked: tuple[str, ...] = ALL
     depths: tuple[str, ...] = tuple(DEPTHS)
+
+    def __reduce__(self) -> tuple[Callable[[str], Bug], tuple[str]]:
+        """By name, so that cases can be handed to other processes."""
+        return named, (self.kind,)
 
 
 @dataclass(frozen=True)
@@ -448,6 +452,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("decay too fast", "mixer", _mixer(_decay), _hints("tokens"), "down", MAMBA),
     Bug("D missing", "mixer", _mixer(_no_skip), None, "down", MAMBA),
 )
+
+
+def named(kind: str) -> Bug:
+    return next(bug for bug in BUGS if bug.kind == kind)
 
 
 def cases() -> list[Case]:
