@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pprint
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,11 +85,11 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _needs(source: Source) -> list[str]:
-    packages = sorted(
-        {name.split()[1].partition(".")[0] for name in source.imports} - {"torch", "json"}
-    )
+    packages = {line.split()[1].partition(".")[0] for line in source.imports}
+    standard = sys.stdlib_module_names
+    *names, last = ["torch", *sorted(packages - {"torch", *standard}), "safetensors"]
     own = [*source.files, *source.folders]
-    found = f"Needs torch and safetensors{''.join(f', {name}' for name in packages)}"
+    found = f"Needs {', '.join(names)} and {last}"
     where = f"; reads the layer's class from {' and '.join(own)}" if own else ""
     return [f"{found}{where}."]
 
@@ -105,7 +106,13 @@ def _imports(source: Source) -> list[str]:
         standard.insert(0, "import importlib.util")
     third = ["import torch", "from safetensors.torch import load_file"]
     folders = [f"sys.path.insert(0, {folder!r})" for folder in source.folders]
-    own = [line for line in source.imports if line not in third]
+    own = [line for line in source.imports if line.startswith("import ")]
+    homes: dict[str, list[str]] = {}
+    for line in source.imports:
+        if line.startswith("from "):
+            _, home, _, name = line.split()
+            homes.setdefault(home, []).append(name)
+    own += [f"from {home} import {', '.join(names)}" for home, names in sorted(homes.items())]
     return [*standard, "", *third, *([""] if own or folders else []), *folders, *own]
 
 

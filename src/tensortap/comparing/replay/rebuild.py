@@ -47,7 +47,7 @@ class Rebuilder:
         self.bare = bare
         self.made_bare = False
 
-    def expression(self, module: nn.Module, name: str = "", depth: int = 1) -> str:
+    def expression(self, module: nn.Module, name: str = "", depth: int = 0) -> str:
         """The layer as source text; lines behind the first are indented to `depth`."""
         module = unwrap(module)
         kind = self.source.named(type(module))
@@ -140,16 +140,11 @@ class Rebuilder:
             with contextlib.suppress(CannotWrite):  # whether it is needed shows when it is tried
                 parts[key] = self.source.value(value, _join(name, key))
         for key, child in module._modules.items():
-            parts[key] = (
-                "None"
-                if child is None
-                else self.expression(
-                    child, _join(name, key), depth + (not all(map(is_name, parts)))
-                )
-            )
+            made = None if child is None else self.expression(child, _join(name, key), depth + 1)
+            parts[key] = str(made)
         if all(map(is_name, parts)):
             inside = [f"{key}={text}" for key, text in parts.items()]
-            return f"make({kind}{_lines(', ', inside, ')', depth)}" if inside else f"make({kind})"
+            return f"make{_lines('(', [kind, *inside], ')', depth)}"
         inside = [f"{key!r}: {text}" for key, text in parts.items()]
         return f"make({kind}, **{_lines('{', inside, '}', depth)})"
 
