@@ -8,7 +8,7 @@ difference and the reference, not of the candidate: a small difference keeps its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -22,20 +22,20 @@ from .fits import Floats
 
 __all__ = ["LIMIT", "Pairs", "Sums", "prepared"]
 
-LIMIT = 1 << 22  # elements that are looked at one by one
+LIMIT = 1 << 20  # elements that are looked at one by one
 _MOST_CHANCE = 0.9
 
 
 class Sums(NamedTuple):
-    """Over the finite pairs of each place: how many, d, r, d², dr, r², d²r²; d = candidate - r."""
+    """Over the finite pairs of each place: how many, d, r, d², dr, d²r², r²; d = candidate - r."""
 
     n: Floats
     d: Floats
     r: Floats
     dd: Floats
     dr: Floats
-    rr: Floats
     ddrr: Floats
+    rr: Floats
 
     def chance_of_constants(self) -> float:
         """The squared error that a constant for each place removes from noise, on average."""
@@ -81,29 +81,36 @@ class Pairs:
         return self.shape != self.sizes
 
     @cached_property
-    def _rows(self) -> Floats:
-        """The sums of each row, over the last axis."""
-        return np.stack([part.sum(-1).numpy() for part in self._terms])
-
-    @cached_property
-    def _columns(self) -> Floats:
+    def _sums(self) -> tuple[Floats, Floats]:
+        """The sums of each row, over the last axis, and of each channel: one product at a time."""
         lead = tuple(range(len(self.shape) - 1))
-        return np.stack([part.sum(lead).numpy() for part in self._terms])
+        rows, columns = [], []
+        for part in self._terms():
+            rows.append(part.sum(-1).numpy())
+            columns.append(part.sum(lead).numpy())
+        return np.stack(rows), np.stack(columns)
 
-    @cached_property
-    def _terms(self) -> tuple[Tensor, ...]:
+    def _terms(self) -> Iterator[Tensor]:
         d, r = self.difference, self.reference
         if self.finite is None:
-            count = torch.ones((), dtype=torch.float64).expand(d.shape)
+            yield torch.ones((), dtype=torch.float64).expand(d.shape)
         else:
-            count = self.finite.to(torch.float64)
+            yield self.finite.to(torch.float64)
+        yield d
+        yield r
+        yield d * d
         product = d * r
-        return (count, d, r, d * d, product, r * r, product * product)
+        yield product
+        yield product.square_()
+        yield r * r
 
-    def forget(self) -> None:
-        """Let go of the products once their sums are known."""
-        _ = self._rows, self._columns
-        self.__dict__.pop("_terms", None)
+    @property
+    def _rows(self) -> Floats:
+        return self._sums[0]
+
+    @property
+    def _columns(self) -> Floats:
+        return self._sums[1]
 
     @cached_property
     def total(self) -> Sums:
@@ -223,7 +230,7 @@ def prepared(
     while reference.dim() < 2:
         reference, candidate = reference.unsqueeze(0), candidate.unsqueeze(0)
         given = None if given is None else given.unsqueeze(0)
-    found = profile(reference.contiguous(), candidate.contiguous())
+    found = profile(reference, candidate)
     assert found is not None
     sizes = tuple(reference.shape)
     axes = (*names, *_names(len(sizes) - len(names)))
