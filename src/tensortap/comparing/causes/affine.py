@@ -67,7 +67,7 @@ def affine(pairs: Pairs) -> Fit | None:
     if pairs.energy <= 0 or pairs.count < 4:
         return None
     t = pairs.total
-    n, d, r, dd, dr, rr, _ = (float(part[0]) for part in t)
+    n, d, r, dd, dr, _, rr = (float(part[0]) for part in t)
     spread = rr - r * r / n
     if not spread > 1e-12 * rr:
         return None

@@ -52,7 +52,6 @@ def explain(
         return said
     if not 0 < pairs.energy < math.inf or not math.isfinite(float(pairs.total.rr[0])):
         return said or (noise(pairs, found),)
-    pairs.forget()
     region = regions(pairs, found)
     fits = list(_fits(pairs))
     if region is not None:
