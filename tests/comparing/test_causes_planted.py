@@ -429,6 +429,14 @@ def test_a_large_tensor_is_sampled_and_says_so() -> None:
     assert math.isclose(found.explains, 1, abs_tol=1e-9)
 
 
+def test_a_wrong_reshape_of_a_large_tensor() -> None:
+    reference = torch.randn(2, 512, 2048, generator=torch.Generator().manual_seed(0))
+    heads = reference.unflatten(-1, (16, 128)).transpose(1, 2)
+    found = best(reference, heads.reshape(reference.shape))
+    assert (found.kind, found.explains) == ("transpose", 1.0)
+    assert found.text == "a wrong reshape: (512, 16, 128) read as (16, 512, 128)"
+
+
 def test_orders_of_many_channels() -> None:
     generator = torch.Generator().manual_seed(0)
     reference = torch.randn(8, 3000, generator=generator)

@@ -19,6 +19,7 @@ from .pairs import Pairs
 __all__ = ["offset", "offset_of_added", "transpose"]
 
 _PROBES = 4096
+_MANY_PROBES = 1 << 16
 _THIN = 1 << 14
 _LEFT = 0.1
 _MOST_OFFSET = 64
@@ -49,36 +50,53 @@ class _Reading:
 
 def transpose(pairs: Pairs) -> Fit | None:
     """The best of the wrong readings."""
-    if pairs.energy <= 0 or pairs.sampled or pairs.count < 8:
+    if pairs.energy <= 0 or pairs.count < 8 or pairs.whole is None:
         return None
-    flat, places, before = _probes(pairs)
-    reference = pairs.reference.reshape(-1)
     best: tuple[float, _Reading] | None = None
-    for reading in _readings(pairs.shape):
-        source = reading.source(places)
-        left = float((flat - reference[source]).square().sum()) / before if before > 0 else 1.0
+    probes = _Probes(pairs.whole, _PROBES)
+    for reading in _readings(pairs.sizes):
+        left = probes.left(reading)
         if left < 0.5 and (best is None or left < 0.5 * best[0]):
             best = (left, reading)
     if best is None:
         return None
     reading = best[1]
-    left = pairs.left(reading.apply(pairs.reference))
+    if pairs.sampled:
+        left = _Probes(pairs.whole, _MANY_PROBES).left(reading)
+    else:
+        left = pairs.left(reading.apply(pairs.reference))
     details = {"shape": list(reading.shape), "axes": list(reading.axes)}
     return Fit("transpose", left, left, reading.text, 1.5, _LEFT, details=details)
 
 
-def _probes(pairs: Pairs) -> tuple[Tensor, Tensor, float]:
-    """Values of the candidate at places drawn from all, the places, the squared error there."""
-    flat = pairs.candidate.reshape(-1)
-    generator = torch.Generator().manual_seed(0)
-    count = flat.numel()
-    places = (
-        torch.arange(count)
-        if count <= _PROBES
-        else torch.randint(count, (_PROBES,), generator=generator)
-    )
-    error = pairs.difference.reshape(-1)[places].square().sum()
-    return flat[places], places, float(error)
+class _Probes:
+    """Places drawn from all of a tensor, and what both sides hold there."""
+
+    def __init__(self, sides: tuple[Tensor, Tensor], most: int) -> None:
+        self.reference, candidate = sides
+        count = candidate.numel()
+        generator = torch.Generator().manual_seed(0)
+        self.places = (
+            torch.arange(count)
+            if count <= most
+            else torch.randint(count, (most,), generator=generator)
+        )
+        self.candidate = _at(candidate, self.places)
+        self.before = self._squares(self.places)
+
+    def left(self, reading: _Reading) -> float:
+        """The part of the squared error that a reading leaves."""
+        return self._squares(reading.source(self.places)) / self.before if self.before > 0 else 1.0
+
+    def _squares(self, source: Tensor) -> float:
+        rest = self.candidate - _at(self.reference, source)
+        return float(torch.where(torch.isfinite(rest), rest, 0.0).square().sum())
+
+
+def _at(tensor: Tensor, places: Tensor) -> Tensor:
+    """The elements at flat places, whatever the layout: nothing else is read."""
+    found = tensor.detach()[torch.unravel_index(places, tensor.shape)]
+    return found.cpu().to(torch.float64)
 
 
 def _readings(shape: tuple[int, ...]) -> Iterator[_Reading]:

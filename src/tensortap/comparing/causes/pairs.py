@@ -53,7 +53,7 @@ class Pairs:
 
     `axes` are the names of the axes, `starts` and `sizes` say which part of the whole is here.
     `floor` is the relative error that rounding explains; `raw` are both sides with what is not
-    finite in them, where there is any.
+    finite in them, where there is any. `whole` are both sides as they were given.
     """
 
     reference: Tensor
@@ -67,6 +67,7 @@ class Pairs:
     floor: float
     dtypes: tuple[torch.dtype, torch.dtype]
     raw: tuple[Tensor, Tensor] | None = None
+    whole: tuple[Tensor, Tensor] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -256,6 +257,7 @@ def prepared(
         floor=floor,
         dtypes=dtypes,
         raw=raw,
+        whole=(reference, candidate),
     )
     return made, found
 
