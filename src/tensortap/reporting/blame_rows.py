@@ -137,7 +137,8 @@ def amplification(value: float) -> str:
 def cost(blame: Blame) -> str:
     """How often the whole model ran, and how often it may."""
     most = f" (at most {text.count(blame.limit)})" if blame.limit else ""
-    return f"ran the model {text.plural(blame.forwards, 'time')}{most}"
+    over = f" over {blame.batches} batches" if blame.batches > 1 else ""
+    return f"ran the model {text.plural(blame.forwards, 'time')}{over}{most}"
 
 
 def final_words(blame: Blame) -> str:

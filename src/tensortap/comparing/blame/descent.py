@@ -9,7 +9,7 @@ runs of the whole model, as the definition has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,7 +21,7 @@ from .results import BlamedLayer
 from .shares import Baggage, Shares
 from .stage import Final, OneLayer, Stage
 from .trace import first_float
-from .verdict import LEAST, MOST, against_peers, stands_out
+from .verdict import LEAST, MOST, stands_out
 
 __all__ = ["Descent", "Found"]
 
@@ -36,7 +36,6 @@ class Found:
     rows: list[BlamedLayer] = field(default_factory=list)
     causes: tuple[Cause, ...] = ()
     notes: list[str] = field(default_factory=list)
-    more_runs: int = 0
 
 
 class Descent:
@@ -49,21 +48,21 @@ class Descent:
         types: Mapping[str, str],
         operations: Mapping[str, int],
         precisions: tuple[str | None, ...],
-        unit: float,
+        judged: Callable[[list[BlamedLayer]], list[BlamedLayer]],
     ) -> None:
         self.shares = shares
         self.stage = stage
         self.types = types
         self.operations = operations
         self.precisions = precisions
-        self.unit = unit
+        self.judged = judged
 
     def into(self, top: BlamedLayer, kept: Sequence[str]) -> Found:
         """The culprit inside a layer that makes most of the error, or the layer itself."""
         found = Found(top if top.clear else None)
         inner = [name for name in kept if name in self.shares.trace.outputs]
         children = children_of(top.layer, inner)
-        baggage = self.shares.baggage(top.layer)
+        inside = self.shares
         if not children:
             if self.types_inside(top.layer):
                 found.notes.append(
@@ -71,9 +70,10 @@ class Descent:
                     "all --inputs to go on to the leaf."
                 )
         else:
-            inside = self._stage(top, baggage, found)
+            inside = self._stage(top, self.shares.baggage(top.layer), found)
             self._descend(top, children, inner, inside, found)
-        self._explain(found)
+        if found.culprit is not None:
+            self._explain(found, found.culprit, inside)
         return found
 
     def types_inside(self, layer: str) -> bool:
@@ -137,14 +137,11 @@ class Descent:
     ) -> None:
         at, path = top, [top]
         while children:
-            before = inside.stage.runs
             rows = [
                 replace(inside.row(name, self.types[name], self.operations[name]), parent=at.layer)
                 for name in children
             ]
-            rows = against_peers(rows, self.unit)
-            if inside.stage is self.stage:
-                found.more_runs += inside.stage.runs - before
+            rows = self.judged(rows)
             found.rows += rows
             best = max(rows, key=lambda row: row.share)
             if not stands_out(best, rows):
@@ -169,16 +166,13 @@ class Descent:
             if LEAST <= share <= MOST:
                 found.culprit = exact
                 return
-            found.more_runs += 2
         found.culprit = path[0] if path[0].clear else None
 
-    def _explain(self, found: Found) -> None:
+    def _explain(self, found: Found, culprit: BlamedLayer, inside: Shares) -> None:
         """What the culprit does to good inputs, in the words of simple hypotheses."""
-        culprit = found.culprit
-        if culprit is None:
-            return
         floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
-        for batch, call, leaves in self.shares.baggage(culprit.layer).outputs:
+        ran = inside if inside.has_run(culprit.layer) else self.shares
+        for batch, call, leaves in ran.baggage(culprit.layer).outputs:
             records = self.stage.known.at(culprit.layer, "output", batch, call)
             for leaf, tensor in leaves.items():
                 reference = records[leaf].tensor()

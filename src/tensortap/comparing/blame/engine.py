@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ from .search import bisect_chain
 from .shares import Shares
 from .stage import Final, Put, WholeModel, measured, squares
 from .trace import Trace
+from .usual import UsualError
 from .verdict import LEAST, against_peers, stands_out
 
 __all__ = ["blame"]
 
 _BUDGET = 1 << 30
+_FOR_THE_CULPRIT = 2  # runs that are kept for its exact share
 
 
 def blame(
@@ -74,6 +77,20 @@ def blame(
     return work.bisected() if bisect else work.all_layers()
 
 
+@dataclass(frozen=True)
+class Edges:
+    """The shares of what is before, behind and beside the chain of layers; NaN where unknown."""
+
+    before: float = math.nan
+    behind: float = math.nan
+    beside: float = math.nan
+
+    @property
+    def most(self) -> float:
+        known = [x for x in (self.before, self.behind, self.beside) if not math.isnan(x)]
+        return max(known, default=0.0)
+
+
 class _Work:
     """One blame from its first run to its answer."""
 
@@ -108,13 +125,14 @@ class _Work:
         self.precisions = (precision_of(recording), _precision(target.model))
         self.unit = max((unit_of(name) for name in self.precisions if name), default=0.0)
         self.trace = Trace(self.rows_wanted, budget)
-        self.limit = 2 * len(self.rows_wanted) + 3
+        self.limit = 2 * len(self.chain) + 3
         self._own_run()
         self._floor_run = None if floor is None else opened(floor, False)
         self.size = _size(self.known, self.final)
-        self.final_error = math.sqrt(self.total / self.size) if self.size else math.inf
+        self.final_error = _relative(self.total, self.size)
         self.final_floor, self.measured_floor = self._final_floor()
         self.shares = self._shares()
+        self.usual = UsualError(self.trace, modules, self.operations, self.precisions)
 
     # Setting up.
 
@@ -132,7 +150,8 @@ class _Work:
             else:
                 self.notes.append("The model has no repeated blocks; its leaves are looked at.")
             inner = [n for n in self.kept if n]
-            return [n for n in inner if not any(o != n and contains(n, o) for o in inner)], []
+            leaves = [n for n in inner if not any(o != n and contains(n, o) for o in inner)]
+            return leaves or [""], []
         chosen = [site.name for site in select(self.target.model, wanted).layers]
         there = [name for name in chosen if name in self.kept and name]
         if not there:
@@ -174,6 +193,7 @@ class _Work:
         self.stage.feeding = self.trace.feeding
         self._told()
         self._check_inputs(log)
+        self._check_mode()
         heard = self.trace.order
         until = heard[: heard.index(self.final.layer) + 1] if self.final.layer in heard else heard
         self.chain = [name for name in until if name in self.chain]
@@ -193,6 +213,18 @@ class _Work:
             self.warnings.append(
                 "The candidate's inputs are not the same bytes as the reference's. If they are not "
                 "the same values in another dtype, blame is wrong."
+            )
+
+    def _check_mode(self) -> None:
+        random = [
+            name
+            for name, module in self.stage.modules.items()
+            if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p
+        ]
+        if random:
+            self.warnings.append(
+                f"The candidate is in training mode and drops values at random ('{random[0]}' and "
+                f"{len(random)} layers in all): put it into eval mode, or blame is wrong."
             )
 
     def _shares(self) -> Shares:
@@ -237,27 +269,67 @@ class _Work:
     def all_layers(self) -> Blame:
         if not self.total:
             return self._answer([replace(self._unasked(n), share=0.0) for n in self.rows_wanted])
-        rows, best = [], None
+        rows = {layer: self.row(layer) for layer in self._keeping_the_worst(self.chain)}
+        edges = self._edges()
+        room = self.limit - _FOR_THE_CULPRIT
+        sought = set(self._sought(rows.values(), edges))
         for layer in self.rows_wanted:
-            row = self.row(layer)
-            rows.append(row)
-            if best is None or row.share > best.share:
-                if best is not None:
-                    self.shares.drop(best.layer)
-                best = row
-            else:
+            if layer not in rows:
+                fits = self.stage.runs + self.shares.cost(layer) <= room
+                asked = fits or layer in sought or not self.shares.cost(layer)
+                rows[layer] = self.row(layer) if asked else self._unasked(layer)
+        return self._conclude([rows[name] for name in self.rows_wanted], edges)
+
+    def _keeping_the_worst(self, layers: Sequence[str]) -> Iterator[str]:
+        """Layers one by one; of those behind us only the worst keeps what a descent needs."""
+        worst: str | None = None
+        for layer in layers:
+            yield layer
+            better = worst is None or self.shares.share(layer) > self.shares.share(worst)
+            if better and worst is not None:
+                self.shares.drop(worst)
+            elif not better:
                 self.shares.drop(layer)
-        before, behind, beside = self._edges()
-        return self._conclude(rows, before, behind, beside)
+            worst = layer if better else worst
+
+    def _sought(self, rows: Iterable[BlamedLayer], edges: Edges) -> list[str]:
+        """The layers outside the chain that must be looked at: the error comes from there."""
+        if any(row.share >= LEAST for row in rows) or not self.chain:
+            return [] if self.chain else self.rows_wanted
+        order = {name: number for number, name in enumerate(self.trace.order)}
+        first, last = order[self.chain[0]], order[self.chain[-1]]
+        return [
+            name
+            for name in self.rows_wanted
+            if name not in self.chain
+            and (
+                (edges.before >= LEAST and order[name] < first)
+                or (edges.behind >= LEAST and order[name] > last)
+                or edges.beside >= LEAST
+            )
+        ]
 
     def bisected(self) -> Blame:
         chain = self.chain
+        linked = all(self.trace.follows(b, a) for a, b in itertools.pairwise(chain))
+        if not chain or not linked or any(name in self.trace.repeated for name in chain):
+            if self.total and chain:
+                self.notes.append(
+                    "The blocks do not hand their outputs from one to the next, so there is "
+                    "nothing to bisect: all of them were looked at."
+                )
+            return self.all_layers()
         self.limit = math.ceil(math.log2(max(2, len(chain)))) + 4
         if not self.total:
             return self._answer([self._unasked(name) for name in chain], bisect=True)
         looked, before, behind = bisect_chain(self.shares, chain)
-        rows = [self.row(n) if n in looked else self._unasked(n) for n in chain]
-        return self._conclude(rows, before, behind, math.nan, bisect=True)
+        rows = {n: self.row(n) if n in looked else self._unasked(n) for n in chain}
+        edges = Edges(before, behind, math.nan)
+        for name in self._sought(rows.values(), edges):
+            if self.stage.runs + self.shares.cost(name) <= self.limit:
+                rows[name] = self.row(name)
+        shown = [rows[name] for name in self.rows_wanted if name in rows]
+        return self._conclude(shown, edges, bisect=True)
 
     def _unasked(self, layer: str) -> BlamedLayer:
         """A layer as far as the runs tell that were made for others."""
@@ -269,29 +341,20 @@ class _Work:
             handed=self.trace.inputs[layer].error,
         )
 
-    def _edges(self) -> tuple[float, float, float]:
+    def _edges(self) -> Edges:
         """The shares of what runs before, behind and beside the chain of layers."""
         chain = self.chain
-        if not chain:
-            return math.nan, math.nan, math.nan
+        if not chain or any(name in self.trace.repeated for name in chain):
+            return Edges()
         left = self.shares.left
         ins = [left(Put(n, "input")) if self.known.has(n, "input") else self.total for n in chain]
         outs = [left(Put(n, "output")) for n in chain]
         beside = sum(out - into for out, into in zip(outs[:-1], ins[1:], strict=True))
-        return 1 - ins[0] / self.total, outs[-1] / self.total, beside / self.total
+        return Edges(1 - ins[0] / self.total, outs[-1] / self.total, beside / self.total)
 
-    def _conclude(
-        self,
-        rows: list[BlamedLayer],
-        before: float,
-        behind: float,
-        beside: float,
-        bisect: bool = False,
-    ) -> Blame:
-        if bisect:
-            rows = self._with_edges(rows, before, behind)
+    def _conclude(self, rows: list[BlamedLayer], edges: Edges, bisect: bool = False) -> Blame:
         estimates = {row.layer: row.floor for row in rows}
-        rows = against_peers(rows, self.unit)
+        rows = against_peers(rows, self.unit, self.usual)
         known = [row for row in rows if not math.isnan(row.share)]
         top = max(known, key=lambda row: row.share, default=None)
         culprit: BlamedLayer | None = None
@@ -299,40 +362,21 @@ class _Work:
         usual = top is not None and top.floor > estimates[top.layer] and not top.clear
         if top is not None and not usual and stands_out(top, known) and self._above_floor(top):
             descent = Descent(
-                self.shares, self.stage, self.types, self.operations, self.precisions, self.unit
+                self.shares,
+                self.stage,
+                self.types,
+                self.operations,
+                self.precisions,
+                lambda rows: against_peers(rows, self.unit, self.usual),
             )
             found = descent.into(top, self.trace.order)
             rows = _nested(rows, found.rows)
             culprit, causes = found.culprit, found.causes
             self.notes += found.notes
-            self.limit += found.more_runs
-        elif self.total and max(before, behind, beside if beside == beside else 0.0) >= LEAST:
-            culprit, more = self._around(rows)
+        elif not bisect and edges.most >= LEAST:
+            culprit, more = self._around()
             rows = [*rows, *more]
-        return self._answer(
-            rows,
-            culprit=culprit,
-            causes=causes,
-            before=before,
-            behind=behind,
-            beside=beside,
-            bisect=bisect,
-        )
-
-    def _with_edges(
-        self, rows: list[BlamedLayer], before: float, behind: float
-    ) -> list[BlamedLayer]:
-        """Look at what stands before or behind the chain, where most of the error comes from."""
-        order = {name: number for number, name in enumerate(self.trace.order)}
-        first, last = order[self.chain[0]], order[self.chain[-1]]
-        wanted = [
-            name
-            for name in self.rows_wanted
-            if (before >= LEAST and order[name] < first) or (behind >= LEAST and order[name] > last)
-        ]
-        self.shares.expect(wanted)
-        more = [self.row(name) for name in wanted if name not in self.chain]
-        return sorted([*rows, *more], key=lambda row: order[row.layer])
+        return self._answer(rows, culprit=culprit, causes=causes, edges=edges, bisect=bisect)
 
     def _above_floor(self, row: BlamedLayer) -> bool:
         """Whether what a layer adds to the final error is more than a floor run has."""
@@ -340,15 +384,12 @@ class _Work:
             return True
         return math.sqrt(max(0.0, row.share)) * self.final_error * AGAINST_FLOOR > self.final_floor
 
-    def _around(self, rows: Sequence[BlamedLayer]) -> tuple[BlamedLayer | None, list[BlamedLayer]]:
+    def _around(self) -> tuple[BlamedLayer | None, list[BlamedLayer]]:
         """The innermost layer around the chain that makes the error in its own code."""
         looked = []
         for name in ancestors(self.chain, self.kept):
-            if not self.known.has(name, "input") and not self.known.has(name, "output"):
-                continue
             row = self.row(name)
             looked.append(row)
-            self.limit += 2
             if row.share >= LEAST and row.clear:
                 return row, looked
         return None, looked
@@ -359,11 +400,10 @@ class _Work:
         *,
         culprit: BlamedLayer | None = None,
         causes: tuple[Cause, ...] = (),
-        before: float = math.nan,
-        behind: float = math.nan,
-        beside: float = math.nan,
+        edges: Edges | None = None,
         bisect: bool = False,
     ) -> Blame:
+        edges = edges or Edges()
         if self.trace.too_large:
             self.notes.append(
                 "The candidate's own outputs are larger than the budget: amplification is unknown "
@@ -385,13 +425,14 @@ class _Work:
             final_leaf=self.final.leaf,
             final_error=self.final_error,
             final_floor=self.final_floor,
-            before=before,
-            behind=behind,
-            beside=beside,
+            before=edges.before,
+            behind=edges.behind,
+            beside=edges.beside,
             causes=causes,
             bisect=bisect,
             forwards=self.stage.runs,
-            limit=self.limit,
+            limit=max(self.limit, self.stage.runs),
+            batches=min(len(self.target.batches), self.known.batches),
             warnings=tuple(self.warnings),
             notes=tuple(self.notes),
         )
@@ -508,6 +549,12 @@ def _precision(model: nn.Module) -> str | None:
     fast = torch.get_float32_matmul_precision() in ("high", "medium")
     gpu = not device_of(model).startswith("cpu")
     return coarsest(describe_module(model)["dtypes"], tf32=gpu and fast)
+
+
+def _relative(error: float, size: float) -> float:
+    if not error:
+        return 0.0
+    return math.sqrt(error / size) if size else math.inf
 
 
 def _nested(rows: Sequence[BlamedLayer], inner: Sequence[BlamedLayer]) -> list[BlamedLayer]:

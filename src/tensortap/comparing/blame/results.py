@@ -68,7 +68,7 @@ class Blame:
     or the largest one. `before` and `behind` are the shares of what runs before the first and
     behind the last of the blocks; `beside` of what comes in by other ways than through them, as
     masks and rotary tables do. `causes` explain what the culprit does.
-    `forwards` is how often the whole model ran, `limit` how often it may.
+    `forwards` is how often the whole model ran over its `batches`, `limit` how often it may.
     """
 
     reference: str
@@ -87,6 +87,7 @@ class Blame:
     bisect: bool = False
     forwards: int = 0
     limit: int = 0
+    batches: int = 1
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -136,6 +137,7 @@ class Blame:
             "bisect": self.bisect,
             "forwards": self.forwards,
             "limit": self.limit,
+            "batches": self.batches,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "layers": [row.to_dict() for row in self.layers],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..sentences import name_of
-from .verdict import LEAST
+from .verdict import LEAST, MOST
 
 if TYPE_CHECKING:
     from .results import Blame, BlamedLayer
@@ -51,6 +51,11 @@ def _spread(blame: Blame) -> str:
         return _bisected(top)
     if not top:
         return "no layer could be looked at"
+    if top[0].share > MOST:
+        return (
+            f"the errors of several layers hide each other ({name_of(top[0].layer)} "
+            f"{percent(top[0].share)}, {name_of(top[-1].layer)} {percent(top[-1].share)})"
+        )
     if top[0].share >= LEAST and not top[0].clear:
         return (
             f"{name_of(top[0].layer)} makes {percent(top[0].share)} of the final error, but no "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...recording.schema import Port
 from ...taps.patching import leaves_of
 from ..judge import AGAINST_ESTIMATE
 from ..precision import estimated_floor
@@ -23,6 +24,9 @@ from .trace import Errors, Trace, first_float
 
 __all__ = ["Baggage", "MadeHere", "Shares"]
 
+_ENDS: tuple[Port, Port] = ("input", "output")
+_MOST_CALLS = 8
+
 
 @dataclass
 class Baggage:
@@ -31,6 +35,7 @@ class Baggage:
     calls: list[CapturedCall] = field(default_factory=list)
     outputs: list[tuple[int, int, dict[str, torch.Tensor]]] = field(default_factory=list)
     problem: str = ""
+    dropped: bool = False
 
 
 class MadeHere:
@@ -41,6 +46,7 @@ class MadeHere:
         self.baggage = Baggage()
         self._inherited = Errors()
         self._trace = trace
+        self.nth: int | None = None  # the call of a pass that is meant, where it is one
 
     @property
     def inherited(self) -> float:
@@ -51,7 +57,7 @@ class MadeHere:
         self, stage: Stage, layer: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         counts = self._trace.counts.get((layer, stage.batch, call))
-        if self.baggage.problem or counts is None or _inherits(stage, layer):
+        if self.baggage.problem or counts is None or self._passed_over(stage, layer):
             return
         try:
             self.baggage.calls.append(capture(stage, layer, call, args, kwargs, counts))
@@ -59,7 +65,7 @@ class MadeHere:
             self.baggage.problem = f"its arguments cannot be copied: {type(error).__name__}"
 
     def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None:
-        if _inherits(stage, layer):
+        if self._passed_over(stage, layer):
             return
         own = leaves_of(output)
         records = stage.known.at(layer, "output", stage.batch, call)
@@ -74,6 +80,12 @@ class MadeHere:
             self._inherited.add("", measured(main.detach().to("cpu"), before))
         kept = {leaf: t.detach().to("cpu", copy=True) for leaf, t in own.items() if leaf in records}
         self.baggage.outputs.append((stage.batch, call, kept))
+
+    def _passed_over(self, stage: Stage, layer: str) -> bool:
+        """Whether a call does not run on the reference's inputs."""
+        if self.nth is not None:
+            return stage.nth != self.nth
+        return stage.nth > 0 and stage.feeds_itself(layer)
 
 
 class Shares:
@@ -133,7 +145,10 @@ class Shares:
             hearers.append(where.layer)
         watch: dict[str, Watcher] = {}
         for layer in hearers:
-            watch[layer] = self._made[layer] = MadeHere(self.trace)
+            made = self._made.get(layer) if where.nth else None  # one call after the other
+            made = made or MadeHere(self.trace)
+            made.nth = where.nth
+            watch[layer] = self._made[layer] = made
         left = self.stage.run([where], watch)
         self._ran.add(where)
         self._told()
@@ -144,9 +159,40 @@ class Shares:
 
     def share(self, layer: str) -> float:
         """The layer's share of the squared error in this stage."""
-        if not self.total:
+        if not self.total or self.trace.exact(layer):
             return 0.0
+        calls = self._calls(layer)
+        if calls:
+            return sum(self._of_call(layer, nth) for nth in range(calls))
         return (self._before(layer) - self.left(Put(layer, "output"))) / self.total
+
+    def cost(self, layer: str) -> int:
+        """How many runs a layer's share still takes."""
+        if not self.total or self.trace.exact(layer):
+            return 0
+        calls = self._calls(layer)
+        if calls:
+            return 2 * calls
+        return sum(not self._told_already(Put(layer, port)) for port in _ENDS)
+
+    def _told_already(self, where: Put) -> bool:
+        if where in self._left or (self._infer and self.trace.no_op(where)):
+            return True
+        if where.port == "input":
+            if not self.stage.known.has(where.layer, "input"):
+                return True
+            twin = self._twin(where.layer)
+            return twin is not None and twin in self._left
+        return False
+
+    def _calls(self, layer: str) -> int:
+        """How many calls of a pass are looked at one by one: each with what it alone adds."""
+        calls = self.trace.repeated.get(layer, 0) if self._infer else 0
+        return 0 if self.stage.feeds_itself(layer) or calls > _MOST_CALLS else calls
+
+    def _of_call(self, layer: str, nth: int) -> float:
+        before, after = (self.left(Put(layer, port, nth)) for port in _ENDS)
+        return (before - after) / self.total
 
     def _before(self, layer: str) -> float:
         where = Put(layer, "input")
@@ -167,7 +213,9 @@ class Shares:
         ]
         if made is not None:
             made_here, inherited = made.errors.error, made.inherited
-        elif known and self._infer:
+        elif not math.isnan(self.trace.made_alone(layer)):
+            made_here, inherited = self.trace.made_alone(layer), math.nan
+        elif known and self._infer and self.trace.no_op(Put(layer, "input")):
             made_here, inherited = given.error, math.nan  # its inputs are the reference's
         else:
             made_here = inherited = math.nan
@@ -197,32 +245,32 @@ class Shares:
     def made_here(self, layer: str) -> float:
         """What a layer makes of the reference's inputs, if it has run on them; NaN otherwise."""
         made = self._made.get(layer)
-        return math.nan if made is None else made.errors.error
+        return self.trace.made_alone(layer) if made is None else made.errors.error
+
+    def has_run(self, layer: str) -> bool:
+        """Whether what a layer makes of the reference's inputs is still at hand."""
+        made = self._made.get(layer)
+        return made is not None and not made.baggage.dropped
 
     def baggage(self, layer: str) -> Baggage:
         """What is kept of a layer on the reference's inputs; runs it so if it has not run yet."""
-        made = self._made.get(layer)
-        if made is None:
+        if not self.has_run(layer):
             self._left[Put(layer, "input")] = self._run(Put(layer, "input"))
-            made = self._made[layer]
-        return made.baggage
+        return self._made[layer].baggage
 
     def drop(self, layer: str) -> None:
         """Let go of what was kept of a layer."""
         made = self._made.get(layer)
         if made is not None:
-            made.baggage = Baggage(problem="it was let go of")
+            made.baggage = Baggage(dropped=True)
 
     def _how(self, layer: str) -> str:
-        if self._scale != 1.0 or self._parent is not None:
-            return "within" if self._parent is not None and not self._infer else "patched"
-        pair = (Put(layer, "input"), Put(layer, "output"))
-        return "patched" if any(where in self._ran for where in pair) else "inferred"
-
-
-def _inherits(stage: Stage, layer: str) -> bool:
-    """Whether a call runs on what the layer itself has made."""
-    return stage.repeat and stage.feeds_itself(layer)
+        if self._parent is not None and not self._infer:
+            return "within"
+        if self.trace.exact(layer):
+            return "inferred"
+        ran = any(where.layer == layer for where in self._ran) or self._twin(layer) in self._ran
+        return "patched" if ran else "inferred"
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -53,10 +53,11 @@ _NOT_FINITE = 1e3
 
 
 class Put(NamedTuple):
-    """The reference's tensors stand at one port of a layer."""
+    """The reference's tensors stand at a port of a layer: at all calls, or at one of a pass."""
 
     layer: str
     port: Port
+    nth: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Stage:
     """Something that can be run, with layers inside that tensors can be put at.
 
     A layer that feeds itself in one pass gets the reference's input at its first call alone: put at
-    every call, it would hide what the layer hands to itself. Those are the `feeding` ones. `repeat`
-    says of the call that is being watched whether it is a later one.
+    every call, it would hide what the layer hands to itself. Those are the `feeding` ones. `nth`
+    says of the call that is being watched which one of the pass it is.
     """
 
     known: Known
@@ -107,7 +108,7 @@ class Stage:
     final: Final
     runs: int = 0
     batch: int = 0
-    repeat: bool = False
+    nth: int = 0
     feeding: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     problems: dict[Put, str] = field(default_factory=dict)
@@ -167,7 +168,7 @@ class Stage:
         handles = []
         try:
             for name in names:
-                module, stack = self.modules[name], list[tuple[int, bool]]()
+                module, stack = self.modules[name], list[tuple[int, int]]()
                 handles += [
                     module.register_forward_pre_hook(
                         self._before(name, stack, puts, watch.get(name)), with_kwargs=True
@@ -182,38 +183,39 @@ class Stage:
                 handle.remove()
 
     def _before(
-        self, name: str, stack: list[tuple[int, bool]], puts: set[Put], watcher: Watcher | None
+        self, name: str, stack: list[tuple[int, int]], puts: set[Put], watcher: Watcher | None
     ) -> Callable[..., Any]:
         where = Put(name, "input")
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if name == self.top:
                 self._in_pass.clear()
-            call, repeat = self.calls[name], self._in_pass[name] > 0
+            call, nth = self.calls[name], self._in_pass[name]
             self.calls[name] += 1
             self._in_pass[name] += 1
-            stack.append((call, repeat))
-            if where in puts and not (repeat and self.feeds_itself(name)):
+            stack.append((call, nth))
+            every = where in puts and not (nth and self.feeds_itself(name))
+            if every or where._replace(nth=nth) in puts:
                 own = leaves_of_call(module, args, kwargs)
                 leaves = self.replacements(module, where, call, own)
                 args, kwargs = put_call(module, args, kwargs, leaves)
             if watcher is not None:
-                self.repeat = repeat
+                self.nth = nth
                 watcher.enter(self, name, call, args, kwargs)
             return args, kwargs
 
         return hook
 
     def _after(
-        self, name: str, stack: list[tuple[int, bool]], puts: set[Put], watcher: Watcher | None
+        self, name: str, stack: list[tuple[int, int]], puts: set[Put], watcher: Watcher | None
     ) -> Callable[..., Any]:
         where = Put(name, "output")
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            call, self.repeat = stack.pop()
+            call, self.nth = stack.pop()
             if watcher is not None:
                 watcher.leave(self, name, call, output)
-            if where in puts:
+            if where in puts or where._replace(nth=self.nth) in puts:
                 leaves = self.replacements(module, where, call, leaves_of(output))
                 output = put(output, leaves)
             if name == self.final.layer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...numerics.difference import Difference
 from ...recording.reader import Record
 from ...taps.patching import leaves_of, leaves_of_call, match_leaves, why_not_put
 from ..precision import offset_of
+from .alone import run_alone, runs_alone
 from .levels import contains
 from .stage import Put, Stage, measured
 
@@ -91,7 +92,12 @@ class Trace:
         self.own: dict[tuple[str, int, int], torch.Tensor] = {}
         self.order: list[str] = []
         self.too_large = False
-        self.repeated: set[str] = set()
+        self.repeated: dict[str, int] = {}  # how often in a pass
+        self.alone: dict[str, Errors] = defaultdict(Errors)
+        self._inexact: set[str] = set()
+        self._tried: set[str] = set()
+        self._untried: set[str] = set()
+        self._arguments: dict[str, list[tuple[Any, ...]]] = defaultdict(list)
         self.feeding: set[str] = set()
         self._later: dict[Put, set[str]] = defaultdict(set)
         self._keep = set(keep_outputs)
@@ -126,14 +132,27 @@ class Trace:
         where = Put(source, "output")
         return where if len(self.changed[where]) == len(changed) else None
 
+    def exact(self, layer: str) -> bool:
+        """Whether a leaf makes of the reference's inputs just what the reference has."""
+        return layer in self._tried and layer not in self._inexact | self._untried
+
+    def made_alone(self, layer: str) -> float:
+        """The error that a leaf makes of the reference's inputs; NaN where it was not tried."""
+        known = layer in self._tried and layer not in self._untried
+        return self.alone[layer].error if known else math.nan
+
+    def follows(self, layer: str, source: str) -> bool:
+        """Whether a layer is given another one's output."""
+        return any(link.source == source for link in self._links[layer].values())
+
     # Watching.
 
     def enter(
         self, stage: Stage, layer: str, call: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._look_back(layer)
-        if stage.repeat:
-            self.repeated.add(layer)
+        if stage.nth:
+            self.repeated[layer] = max(self.repeated.get(layer, 0), stage.nth + 1)
         if layer in self._keep:
             self.counts[layer, stage.batch, call] = dict(stage.calls)
         module = stage.modules[layer]
@@ -145,7 +164,9 @@ class Trace:
             leaf: (records[name], own[leaf])
             for leaf, name in match_leaves(module, own, records).items()
         }
-        self._compare(stage, Put(layer, "input"), call, pairs, self.inputs[layer])
+        wanted = self._compare(stage, Put(layer, "input"), call, pairs, self.inputs[layer])
+        if runs_alone(module):
+            self._arguments[layer].append((args, kwargs, wanted))
 
     def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None:
         if layer not in self.order:
@@ -153,7 +174,9 @@ class Trace:
         own = leaves_of(output)
         records = stage.known.at(layer, "output", stage.batch, call)
         pairs = {leaf: (records[leaf], own[leaf]) for leaf in own if leaf in records}
-        self._compare(stage, Put(layer, "output"), call, pairs, self.outputs[layer])
+        wanted = self._compare(stage, Put(layer, "output"), call, pairs, self.outputs[layer])
+        if self._arguments[layer]:
+            self._try(stage, layer, self._arguments[layer].pop(), records, wanted)
         for leaf, tensor in own.items():
             key = _key(tensor)
             if key is not None:
@@ -176,12 +199,12 @@ class Trace:
         call: int,
         pairs: dict[str, tuple[Record, torch.Tensor]],
         errors: Errors,
-    ) -> None:
+    ) -> dict[str, torch.Tensor]:
         own = {leaf: tensor for leaf, (_, tensor) in pairs.items()}
         wanted = stage.replacements(stage.modules[where.layer], where, call, own)
         if wanted:
             self.fitting.add(where)
-        later = where.port == "input" and stage.repeat
+        later = where.port == "input" and stage.nth > 0
         for leaf, (record, tensor) in pairs.items():
             if leaf not in wanted:
                 self.changed[where].discard(leaf)
@@ -190,6 +213,30 @@ class Trace:
                 (self._later if later else self.changed)[where].add(leaf)
             if tensor.is_floating_point() or tensor.is_complex():
                 errors.add(leaf, measured(record.tensor(), tensor))
+        return wanted
+
+    def _try(
+        self,
+        stage: Stage,
+        layer: str,
+        given: tuple[Any, ...],
+        records: Mapping[str, Record],
+        expected: dict[str, torch.Tensor],
+    ) -> None:
+        """Run a leaf on the reference's inputs, and see what it makes of them."""
+        args, kwargs, inputs = given
+        made = run_alone(stage.modules[layer], args, kwargs, inputs) if inputs else None
+        if made is None or not expected or set(expected) - set(made):
+            self._untried.add(layer)
+            return
+        self._tried.add(layer)
+        for leaf, tensor in made.items():
+            if leaf not in expected or tensor.shape != expected[leaf].shape:
+                continue
+            if tensor.is_floating_point() or tensor.is_complex():
+                self.alone[layer].add(leaf, measured(records[leaf].tensor(), tensor))
+            if not _same_bits(expected[leaf], tensor):
+                self._inexact.add(layer)
 
     def _link(self, stage: Stage, layer: str, call: int, leaf: str, tensor: torch.Tensor) -> None:
         key = _key(tensor)
@@ -203,7 +250,7 @@ class Trace:
             if known is not None:
                 known.sole = False
             return
-        if stage.repeat and (contains(layer, found.layer) or contains(found.layer, layer)):
+        if stage.nth and (contains(layer, found.layer) or contains(found.layer, layer)):
             self.feeding.add(layer)
         self._pending.append((found, layer, leaf))
         records = stage.known.at(layer, "input", stage.batch, call)

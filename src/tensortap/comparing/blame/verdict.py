@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -31,13 +31,18 @@ def rivals(row: BlamedLayer, others: Sequence[BlamedLayer]) -> list[BlamedLayer]
     return sorted(apart, key=lambda other: -other.share)
 
 
-def against_peers(rows: Sequence[BlamedLayer], unit: float) -> list[BlamedLayer]:
+def against_peers(
+    rows: Sequence[BlamedLayer],
+    unit: float,
+    usual_here: Callable[[BlamedLayer], float] = lambda row: 0.0,
+) -> list[BlamedLayer]:
     """What is to be expected of a layer, where others of its type show it better than an estimate.
 
     In a narrow precision they show how little rounding really makes. In a candidate that was
     quantised they all make more than rounding, and what all of them make is no one's fault: that
     the error of the first is amplified by all behind it does not make it the culprit. `unit` is the
-    coarser precision's: layers that make less than it could tell nothing.
+    coarser precision's: layers that make less than it could tell nothing. `usual_here` says what a
+    layer of its size makes in this candidate, as its leaves have it.
     """
     judged = []
     for row in rows:
@@ -49,6 +54,8 @@ def against_peers(rows: Sequence[BlamedLayer], unit: float) -> list[BlamedLayer]
                 row = replace(row, floor=_AGAINST_PEERS * usual)
             elif most >= unit / 4:
                 row = replace(row, floor=min(row.floor, _AGAINST_PEERS * most))
+        if usual_here(row) > 0:
+            row = replace(row, floor=max(row.floor, _AGAINST_PEERS * usual_here(row)))
         judged.append(row)
     return judged
 

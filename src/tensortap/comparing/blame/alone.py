@@ -1,0 +1,40 @@
+"""Leaves run alone on the reference's inputs, inside the candidate's own run.
+
+A leaf needs nothing but its arguments, so it can be tried at the moment of its call: what it makes
+of good inputs costs one forward pass for all leaves together. It tells which of them do exactly
+what the reference does, and how large an error is usual in this candidate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...selection.sites import is_leaf
+from ...taps.patching import leaves_of, leaves_of_call, put_call
+
+__all__ = ["run_alone", "runs_alone"]
+
+
+def runs_alone(module: nn.Module) -> bool:
+    """Whether a module is a leaf that keeps nothing of a call and is not random."""
+    return is_leaf(module) and not module.training
+
+
+def run_alone(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: dict[str, torch.Tensor],
+) -> dict[str, torch.Tensor] | None:
+    """What a leaf makes of the reference's inputs; None where they are not all there."""
+    own = leaves_of_call(module, args, kwargs)
+    if any(t.is_floating_point() and leaf not in wanted for leaf, t in own.items()):
+        return None
+    with contextlib.suppress(Exception):  # a user's layer can raise anything
+        new_args, new_kwargs = put_call(module, args, kwargs, wanted)
+        return leaves_of(module.forward(*new_args, **new_kwargs))
+    return None
