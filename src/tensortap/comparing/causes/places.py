@@ -23,7 +23,7 @@ _SHARE = 0.9  # of the squared error, that a small part must hold
 _CLEAR = 1e-3  # of the error inside, squared and relative: what the rest may have where it is right
 _STRICT = 1e-6
 _FEW = 0.05  # of the places
-_LONG = 1 << 16  # places; on a longer axis half of them must hold the error, or none is sought
+_LONG = 1 << 16  # places; on a longer axis a quarter must hold the error, or none is sought
 _NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
 
 
@@ -156,7 +156,7 @@ def _held(
     count, total = len(alive), float(e.sum())
     if count < 2 or not total > 0:
         return None
-    if count > _LONG and _top_half(e) < _SHARE * total:
+    if count > _LONG and _top_quarter(e) < _SHARE * total:
         return None
     order = alive[np.argsort(-e[alive], kind="stable")]
     held = np.cumsum(e[order]) / total
@@ -185,10 +185,10 @@ def _held(
     return tuple(int(place) for place in chosen) if right else None
 
 
-def _top_half(e: Floats) -> float:
-    """What the larger half of the places holds."""
-    half = len(e) // 2
-    return float(np.partition(e, half)[half:].sum())
+def _top_quarter(e: Floats) -> float:
+    """What the quarter of the places with the largest errors holds."""
+    rest = len(e) - len(e) // 4
+    return float(np.partition(e, rest)[rest:].sum())
 
 
 def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
