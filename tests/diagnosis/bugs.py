@@ -387,13 +387,18 @@ BUGS: tuple[Bug, ...] = (
         _no_residual,
         _hints("residual"),
         shows="shows_residual",
-        asked=("demo", "llama", "mamba"),
     ),
     Bug("wrong epsilon", "norm", _weights(_epsilon), _hints("factor", "factors")),
     Bug("gain never loaded", "norm", _weights(_gain_never_loaded), _hints("factors")),
     Bug("another block's weights", "down", _another_blocks, None),
     Bug("NaN in one element", "up", _after(_change(_nan)), _hints("not finite")),
-    Bug("wrong activation", "activation", _weights(_another_activation), None, models=ATTENTION),
+    Bug(
+        "wrong activation",
+        "activation",
+        _weights(_another_activation),
+        _hints("function"),
+        models=ATTENTION,
+    ),
     Bug("transposed weight", "o", _weights(_transpose), None, models=ATTENTION),
     # The first token sees itself alone, whatever the scale.
     Bug(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,7 @@ __all__ = ["CLEAN", "Pair", "pairs", "threads"]
 
 @dataclass(frozen=True)
 class Pair:
-    """A model and the same one, computed otherwise.
-
-    `quantised` pairs do differ, layer by layer; there the question is only whether somebody is
-    blamed for it.
-    """
+    """A model and the same one, computed otherwise."""
 
     architecture: Architecture
     kind: str
@@ -32,9 +28,16 @@ class Pair:
     def __str__(self) -> str:
         return f"{self.architecture.name}, {self.kind}, seed {self.seed}"
 
-    @property
-    def quantised(self) -> bool:
-        return self.kind.startswith("int")
+    def first(self, recorded: Sequence[str]) -> str | None:
+        """The first layer that differs beyond what its dtype makes.
+
+        Rounded weights in a float32 model cannot be told from wrong ones: there it is the first
+        linear of the blocks.
+        """
+        if not self.kind.startswith("int8 weights"):
+            return None
+        names = _linears(make(self.architecture.name, self.seed))
+        return next(name for name in recorded if name in names)
 
     @property
     def threads(self) -> int:
@@ -56,16 +59,16 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _linears(model: nn.Module) -> list[nn.Linear]:
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
     """The linears of the blocks, as quantisers take them; of a Mamba those that it calls.
 
     The head stays: transformers casts what goes into a Mamba's to the dtype of its weights.
     """
-    return [
-        module
+    return {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and ".0." in _numbered(name) and ".dt_proj" not in name
-    ]
+    }
 
 
 def _numbered(name: str) -> str:
@@ -73,15 +76,14 @@ def _numbered(name: str) -> str:
 
 
 def _int8_weights(model: nn.Module) -> nn.Module:
-    for linear in _linears(model):
+    for linear in _linears(model).values():
         round_weight(linear, 8)
     return model
 
 
 def _int8(model: nn.Module) -> nn.Module:
     """int8 weights by channel and int8 activations by token."""
-    for linear in _linears(model):
-        name = next(name for name, module in model.named_modules() if module is linear)
+    for name, linear in _linears(model).items():
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, Int8Linear(linear))
     return model
@@ -90,13 +92,13 @@ def _int8(model: nn.Module) -> nn.Module:
 def _torchao(model: nn.Module) -> nn.Module:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    wanted = {id(linear) for linear in _linears(model)}
+    wanted = {id(linear) for linear in _linears(model).values()}
     quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: id(module) in wanted)
     return model
 
 
 def _other_order(model: nn.Module) -> nn.Module:
-    for linear in _linears(model):
+    for linear in _linears(model).values():
         split_sums(linear, 4)
     return model
 

@@ -60,8 +60,6 @@ class Outcome:
 
     @property
     def first_right(self) -> bool:
-        if isinstance(self.case, Pair) and self.case.quantised:
-            return True
         return self.first == self.expected_first
 
     @property
@@ -138,7 +136,7 @@ class Workshop:
                 bisected = tap.blame(reference, model, inputs, floor=floor, bisect=True)
         wanted = None if isinstance(case, Pair) else case.hints
         recorded = reference.layers
-        expected_first = None if isinstance(case, Pair) else case.first(recorded)
+        expected_first = case.first(recorded)
         expected_culprit = None if isinstance(case, Pair) else case.culprit(recorded)
         best = _best(blame.causes)
         hint = None if best is None else best.kind
