@@ -23,6 +23,7 @@ from .describe import InputLog, describe_environment, device_of
 from .eager import StopForward
 from .judging import Judge
 from .sink import Keep, Sink, Tally
+from .unseen import unseen
 
 if TYPE_CHECKING:
     from ..comparing.results import Comparison
@@ -198,7 +199,8 @@ class Recorder:
             raise self._answer
         if self._answer is not None:
             return self._answer
-        found: Comparison = self._judge.conclude(self._so_far(), self.stopped is not None)
+        with unseen(), torch.no_grad():  # a user's default device is no business of the judge's
+            found: Comparison = self._judge.conclude(self._so_far(), self.stopped is not None)
         return found
 
     # Starting and ending.
@@ -287,7 +289,8 @@ class Recorder:
         """Draw the comparison and put it beside the recording."""
         try:
             recording = reader.open(self.path, partial=True)
-            found: Comparison = judge.conclude(recording, self.stopped is not None)
+            with unseen(), torch.no_grad():
+                found: Comparison = judge.conclude(recording, self.stopped is not None)
         except TapError as error:
             self._answer = error
             return
