@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Divergence", "Judge", "Snapshots", "Values"]
 
 
+_IDLE = 4
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Where and when a run first left its reference; `layer` is the candidate's name for it."""
@@ -91,6 +94,7 @@ class Snapshots:
         self.limit = limit
         self.refused = 0
         self._held: weakref.WeakValueDictionary[Any, Values] = weakref.WeakValueDictionary()
+        self._idle: list[torch.Tensor] = []  # warm: fresh pages cost more than the copy
 
     def now(self, tensor: torch.Tensor) -> Values:
         """The values as they are at this moment, to be looked at before anything else runs."""
@@ -109,10 +113,24 @@ class Snapshots:
             self.refused += 1
             return None
         assert found.tensor is not None
-        if _shares(found.tensor, tensor):
-            found.tensor = found.tensor.clone()
+        if found.nbytes and _shares(found.tensor, tensor):
+            self._copy(found, found.tensor)
         self._held[key] = found
         return found
+
+    def _copy(self, values: Values, tensor: torch.Tensor) -> None:
+        """Copy a tensor into a warm buffer, which comes back when nobody holds the values."""
+        nbytes = values.nbytes
+        fitting = [at for at, idle in enumerate(self._idle) if nbytes <= len(idle) <= 4 * nbytes]
+        buffer = self._idle.pop(fitting[0]) if fitting else torch.empty(nbytes, dtype=torch.uint8)
+        memory.copy_into(buffer.data_ptr(), tensor.data_ptr(), nbytes)
+        values.tensor = buffer[:nbytes].view(tensor.dtype).view(tensor.shape)
+        weakref.finalize(values, self._give, buffer)
+
+    def _give(self, buffer: torch.Tensor) -> None:
+        self._idle.append(buffer)
+        while len(self._idle) > _IDLE or sum(map(len, self._idle)) > self.limit:
+            self._idle.pop(0)
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
