@@ -49,9 +49,19 @@ def test_other_token_ids_are_refused(tmp_path: Path) -> None:
         tap.blame(path, model, ids + 1)
 
 
-def test_other_inputs_are_warned_about(path: str) -> None:
-    result = tap.blame(path, make(Chain), batch(5))
+def test_other_inputs_are_refused_or_warned_about(path: str, tmp_path: Path) -> None:
+    with pytest.raises(tap.TapError, match="inputs are not those that"):
+        tap.blame(path, make(Chain), batch(5))
+    blocks = recorded(tmp_path / "blocks", make(Chain), batch(), layers="blocks")
+    result = tap.blame(blocks, make(Chain), batch(5))
     assert any("not the same bytes" in warning for warning in result.warnings)
+
+
+def test_options_of_a_wrong_kind(path: str) -> None:
+    with pytest.raises(tap.TapError, match="layers must be a pattern"):
+        tap.blame(path, make(Chain), batch(), layers=3)  # type: ignore[arg-type]
+    with pytest.raises(tap.TapError, match="budget must be a number of bytes"):
+        tap.blame(path, make(Chain), batch(), budget="a")  # type: ignore[arg-type]
 
 
 def test_a_recording_of_summaries_is_refused(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from blame_models import Chain, Counting, batch, gain, make, recorded
+from blame_models import Chain, Step, batch, gain, make, recorded
 from torch import Tensor, nn
 
 import tensortap as tap
@@ -146,10 +147,86 @@ def test_the_recording_is_not_changed(tmp_path: Path) -> None:
         assert torch.equal(opened[name].output, tensor)
 
 
+TICKS: list[int] = []
+
+
+class Ticking(Chain):
+    """Counts outside of all modules, where nobody can put it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        TICKS.clear()
+        return super().forward(x)
+
+
+class TickingStep(Step):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        TICKS.append(1)
+        return super().forward(x) * (1 + 0.1 * len(TICKS))
+
+
 def test_state_outside_of_modules_is_found_out(tmp_path: Path) -> None:
     """A block alone that does something else on its second run is not trusted."""
-    model = make(Counting)
+    model = make(Ticking)
+    model.blocks = nn.ModuleList(TickingStep(16) for _ in range(3))
     path = recorded(tmp_path / "ref", model, batch())
     result = tap.blame(path, gain(model, "blocks.0.down"), batch())
     assert result.culprit == "blocks.0.down"
     assert any("it keeps state" in note for note in result.notes)
+
+
+class Notes:
+    """A plain object that a module keeps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.values = {"last": [torch.zeros(2)]}
+
+
+class Keeper(Chain):
+    """State in every kind of attribute but a buffer."""
+
+    def __init__(self, blocks: int = 3, width: int = 16) -> None:
+        super().__init__(blocks, width)
+        self.plain = torch.zeros(6, width)
+        self.table = {"k": torch.zeros(width), "deep": {"list": [1, [2]]}}
+        self.queue = deque([1], maxlen=3)
+        self.array = np.zeros(3)
+        self.notes = Notes()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        self.plain += x.mean(0)
+        self.table["k"].add_(1)
+        self.table["deep"]["list"][1].append(3)
+        self.queue.append(len(self.queue))
+        self.array += 1
+        self.notes.count += 1
+        self.notes.values["last"][0].add_(1)
+        for block in self.blocks:
+            x = block(x + self.plain)
+        return self.head(x)
+
+
+def test_state_in_plain_attributes_is_put_back(tmp_path: Path) -> None:
+    model = make(Keeper)
+    path = recorded(tmp_path / "ref", copy.deepcopy(model), batch())
+    candidate = gain(model, "blocks.1.up")
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit == "blocks.1.up"
+    assert result.share == pytest.approx(1.0, abs=1e-6)
+    assert not candidate.plain.any()
+    assert not candidate.table["k"].any()
+    assert candidate.table["deep"] == {"list": [1, [2]]}
+    assert candidate.queue == deque([1], maxlen=3)
+    assert not candidate.array.any()
+    assert candidate.notes.count == 0
+    assert not candidate.notes.values["last"][0].any()
+
+
+def test_buffers_of_other_kinds_do_not_stop_it(tmp_path: Path) -> None:
+    model = make(Chain)
+    model.register_buffer("shape", torch.empty(3, device="meta"))
+    model.register_buffer("thin", torch.eye(3).to_sparse())
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = gain(model, "blocks.1.up")
+    assert tap.blame(path, candidate, batch()).culprit == "blocks.1.up"

@@ -97,7 +97,7 @@ def cast_like(reference: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 def _canonical(module: torch.nn.Module, leaf: str) -> str:
     """A leaf by the name of its parameter: `[0]`, `['x']` and nothing may be the same."""
-    order = [name for name in signature_order(module) if name != "self"]
+    order = list(signature_order(module))[1:]  # the first is the module itself
     head, bracket, rest = leaf.partition("]")
     place = head.removeprefix("[") if bracket else "0"
     if not bracket:

@@ -94,6 +94,7 @@ class Descent:
                 layer=top.layer,
                 captured=baggage.calls,
                 feeding=self.stage.feeding,
+                scale=_size(baggage, leaf),
             )
             total = 0.0
             try:
@@ -217,6 +218,12 @@ class _Outputs:
                     if float(apart) > _SAME * float(tensor.double().nan_to_num().norm()):
                         return "it keeps state: alone it returns something else"
         return ""
+
+
+def _size(baggage: Baggage, leaf: str) -> float:
+    """How large a layer's output is, so that squares of it are numbers."""
+    sizes = [float(leaves[leaf].abs().max()) for _, _, leaves in baggage.outputs if leaf in leaves]
+    return max((s for s in sizes if math.isfinite(s)), default=0.0) or 1.0
 
 
 def _main_leaf(baggage: Baggage) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +22,10 @@ from ..checks import Run, opened
 from ..judge import AGAINST_ESTIMATE, AGAINST_FLOOR
 from ..precision import coarsest, depth_of, estimated_floor, precision_of, unit_of
 from .descent import Descent
-from .levels import ancestors, contains, first_level, operations
+from .levels import ancestors, children_of, contains, first_level, operations
 from .reference import Known, pair_names
 from .results import Blame, BlamedLayer
-from .search import bisect_chain
+from .search import Bisection
 from .shares import Shares
 from .stage import Final, Put, WholeModel, measured, squares
 from .trace import Trace
@@ -72,6 +71,7 @@ def blame(
         budget: the most bytes that are kept of the candidate's own outputs.
         progress: told how often the model ran, and how often it may.
     """
+    _check_options(layers, budget)
     target = _target(model, inputs)
     work = _Work(opened(reference, False), target, layers, final, floor, map, budget, progress)
     return work.bisected() if bisect else work.all_layers()
@@ -120,7 +120,10 @@ class _Work:
         self.chain, self.beside = self._first(layers)
         self.rows_wanted = self._ordered([*self.chain, *self.beside])
         self.final = _final(self.known, recording, self.kept, final)
-        self.stage = WholeModel(self.known, modules, self.final, target=target)
+        self.size = _size(self.known, self.final)
+        self.stage = WholeModel(
+            self.known, modules, self.final, scale=self.size or 1.0, target=target
+        )
         self.operations = operations(target.model)
         self.precisions = (precision_of(recording), _precision(target.model))
         self.unit = max((unit_of(name) for name in self.precisions if name), default=0.0)
@@ -128,7 +131,6 @@ class _Work:
         self.limit = 2 * len(self.chain) + 3
         self._own_run()
         self._floor_run = None if floor is None else opened(floor, False)
-        self.size = _size(self.known, self.final)
         self.final_error = _relative(self.total, self.size)
         self.final_floor, self.measured_floor = self._final_floor()
         self.shares = self._shares()
@@ -148,10 +150,10 @@ class _Work:
                     "looked at."
                 )
             else:
-                self.notes.append("The model has no repeated blocks; its leaves are looked at.")
-            inner = [n for n in self.kept if n]
-            leaves = [n for n in inner if not any(o != n and contains(n, o) for o in inner)]
-            return leaves or [""], []
+                self.notes.append(
+                    "The model has no repeated blocks; its outermost layers are looked at."
+                )
+            return children_of("", self.kept) or [""], []
         chosen = [site.name for site in select(self.target.model, wanted).layers]
         there = [name for name in chosen if name in self.kept and name]
         if not there:
@@ -196,8 +198,12 @@ class _Work:
         self._check_mode()
         heard = self.trace.order
         until = heard[: heard.index(self.final.layer) + 1] if self.final.layer in heard else heard
-        self.chain = [name for name in until if name in self.chain]
-        self.rows_wanted = [name for name in until if name in self.rows_wanted]
+        around = [n for n in self.chain if n != self.final.layer and contains(n, self.final.layer)]
+        inside = [name for name in until if any(contains(block, name) for block in around)]
+        inside = [n for n in inside if n == self.final.layer or not contains(n, self.final.layer)]
+        wanted = {*self.chain, *children_of("", inside)}
+        self.chain = [name for name in until if name in wanted]
+        self.rows_wanted = [name for name in until if name in {*self.rows_wanted, *self.chain}]
 
     def _check_inputs(self, log: InputLog) -> None:
         inputs = self.recording.manifest.inputs
@@ -210,6 +216,14 @@ class _Work:
         ours, theirs = inputs.get("batches") or [], log.digests
         both = list(zip(ours, theirs, strict=False))
         if any(left != right and "unknown" not in (left, right) for left, right in both):
+            root = Put("", "input")
+            if self.trace.no_op(root):  # the same values in another dtype
+                return
+            if root in self.trace.fitting:
+                raise OptionError(
+                    f"The candidate's inputs are not those that {self.recording.path} was recorded "
+                    "with, also when they are cast to its dtype. Give it the same inputs."
+                )
             self.warnings.append(
                 "The candidate's inputs are not the same bytes as the reference's. If they are not "
                 "the same values in another dtype, blame is wrong."
@@ -235,6 +249,7 @@ class _Work:
             precisions=self.precisions,
             told=self._told,
         )
+        shares.first = self.rows_wanted[0] if self.rows_wanted else None
         shares.expect(self.rows_wanted)
         return shares
 
@@ -246,12 +261,18 @@ class _Work:
         """What rounding explains of the final error, and whether that was measured."""
         if self._floor_run is not None:
             found = _floor_error(self._floor_run, self.known, self.final)
-            if found is not None:
+            if found:
                 return AGAINST_FLOOR * found, True
-            self.warnings.append(
-                f"The floor {self._floor_run.path} has no tensor of the final output: what "
-                "rounding explains is estimated."
-            )
+            if found == 0:  # a repeat run that is equal to the last bit tells nothing
+                self.notes.append(
+                    f"The floor {self._floor_run.path} is the reference to the last bit: what "
+                    "rounding explains is estimated."
+                )
+            else:
+                self.warnings.append(
+                    f"The floor {self._floor_run.path} has no tensor of the final output: what "
+                    "rounding explains is estimated."
+                )
         ours = self.known.names[self.final.layer]
         blocks = [b for b in self.recording.manifest.structure.blocks if b in self.recording.layers]
         order = {name: number for number, name in enumerate(self.recording.layers)}
@@ -264,7 +285,7 @@ class _Work:
     # Looking.
 
     def row(self, layer: str) -> BlamedLayer:
-        return self.shares.row(layer, self.types[layer], self.operations[layer])
+        return self.shares.row(layer, *self._about(layer))
 
     def all_layers(self) -> Blame:
         if not self.total:
@@ -311,25 +332,31 @@ class _Work:
 
     def bisected(self) -> Blame:
         chain = self.chain
-        linked = all(self.trace.follows(b, a) for a, b in itertools.pairwise(chain))
-        if not chain or not linked or any(name in self.trace.repeated for name in chain):
-            if self.total and chain:
+        again = [name for name in chain if name in self.trace.repeated]
+        if not chain or again:
+            if again and self.total:
                 self.notes.append(
-                    "The blocks do not hand their outputs from one to the next, so there is "
-                    "nothing to bisect: all of them were looked at."
+                    f"'{again[0]}' runs several times in a pass, so there is nothing to bisect: "
+                    "all layers were looked at."
                 )
             return self.all_layers()
         self.limit = math.ceil(math.log2(max(2, len(chain)))) + 4
         if not self.total:
             return self._answer([self._unasked(name) for name in chain], bisect=True)
-        looked, before, behind = bisect_chain(self.shares, chain)
-        rows = {n: self.row(n) if n in looked else self._unasked(n) for n in chain}
-        edges = Edges(before, behind, math.nan)
+        found = Bisection(self.shares, chain)
+        edges = Edges(found.before, found.behind, math.nan)
+        rows = {name: self._unasked(name) for name in chain}
+        rows[found.layer] = self.shares.row(
+            found.layer, *self._about(found.layer), share=found.share
+        )
         for name in self._sought(rows.values(), edges):
             if self.stage.runs + self.shares.cost(name) <= self.limit:
                 rows[name] = self.row(name)
         shown = [rows[name] for name in self.rows_wanted if name in rows]
         return self._conclude(shown, edges, bisect=True)
+
+    def _about(self, layer: str) -> tuple[str, int]:
+        return self.types[layer], self.operations[layer]
 
     def _unasked(self, layer: str) -> BlamedLayer:
         """A layer as far as the runs tell that were made for others."""
@@ -442,6 +469,14 @@ class _Work:
         return f"{name} ({self.target.mode})" if self.target.mode else name
 
 
+def _check_options(layers: Any, budget: Any) -> None:
+    several = isinstance(layers, Sequence) and all(isinstance(item, str) for item in layers)
+    if not isinstance(layers, str) and not several:
+        raise OptionError(f"layers must be a pattern or a list of patterns, got {layers!r}.")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise OptionError(f"budget must be a number of bytes, got {budget!r}.")
+
+
 def _target(model: Any, inputs: Any) -> Target:
     if isinstance(model, Target):
         if inputs is not None:
@@ -520,12 +555,12 @@ def _records(known: Known, final: Final) -> list[Record]:
 
 
 def _size(known: Known, final: Final) -> float:
-    """The squares of the reference's final output."""
-    total = 0.0
+    """The L2 norm of the reference's final output."""
+    norms = []
     for record in _records(known, final):
         tensor = record.tensor()
-        total += float(difference(tensor, tensor, percentiles=False).row.ref_l2) ** 2
-    return total
+        norms.append(difference(tensor, tensor, percentiles=False).row.ref_l2)
+    return math.hypot(*norms)
 
 
 def _floor_error(floor: Recording, known: Known, final: Final) -> float | None:
@@ -534,14 +569,13 @@ def _floor_error(floor: Recording, known: Known, final: Final) -> float | None:
     if name not in floor:
         return None
     theirs = {(r.epoch, r.batch, r.call, r.leaf): r for r in floor[name].port("output") if r.stored}
-    error = size = 0.0
+    error, scale = 0.0, _size(known, final)
     for record in _records(known, final):
         other = theirs.get((record.epoch, record.batch, record.call, record.leaf))
         if other is None or other.shape != record.shape:
             return None
-        found = measured(record.tensor(), other.tensor())
-        error, size = error + squares(found), size + found.row.ref_l2**2
-    return math.sqrt(error / size) if size else None
+        error += squares(measured(record.tensor(), other.tensor()), scale or 1.0)
+    return math.sqrt(error) if scale else None
 
 
 def _precision(model: nn.Module) -> str | None:
@@ -552,9 +586,10 @@ def _precision(model: nn.Module) -> str | None:
 
 
 def _relative(error: float, size: float) -> float:
+    """The relative L2 error from squares in units of the reference's size."""
     if not error:
         return 0.0
-    return math.sqrt(error / size) if size else math.inf
+    return math.sqrt(error) if size else math.inf
 
 
 def _nested(rows: Sequence[BlamedLayer], inner: Sequence[BlamedLayer]) -> list[BlamedLayer]:

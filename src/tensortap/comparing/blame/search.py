@@ -1,34 +1,45 @@
-"""Bisection along a chain of layers: where the error that is left falls below a half."""
+"""Bisection along the blocks: where the error that is left falls below a half.
+
+What is left of the error with the reference's outputs at the first k blocks falls as k grows. A
+block that makes half of it is the one where it falls below a half, so about log2 N runs find it, if
+there is one; and its share says whether there is. With the outputs of all blocks before it put in,
+it makes no difference whether they hand them on or add them to a stream outside.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .shares import Shares
 from .stage import Put
 
-__all__ = ["bisect_chain"]
+__all__ = ["Bisection"]
 
 
-def bisect_chain(shares: Shares, chain: Sequence[str]) -> tuple[set[str], float, float]:
-    """The layers that were looked at, and the shares before and behind the chain where known.
+class Bisection:
+    """The block at which the error falls below a half, its share, and what is at the ends."""
 
-    What is left of the error with the reference's output at a layer falls along the chain. A layer
-    that makes half of it is the one where it falls below a half, so about log2 N runs find it, if
-    there is one; and its share says whether there is.
-    """
-    low, high = 0, len(chain) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if shares.left(Put(chain[middle], "output")) < shares.total / 2:
-            high = middle
-        else:
-            low = middle + 1
-    found = chain[low]
-    shares.share(found)
-    before = behind = float("nan")
-    if low == 0 and shares.stage.known.has(found, "input"):
-        before = 1 - shares.left(Put(found, "input")) / shares.total
-    if low == len(chain) - 1:
-        behind = shares.left(Put(found, "output")) / shares.total
-    return {found}, before, behind
+    def __init__(self, shares: Shares, chain: Sequence[str]) -> None:
+        self._shares, self._chain = shares, chain
+        low, high = 0, len(chain) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._left(middle) < shares.total / 2:
+                high = middle
+            else:
+                low = middle + 1
+        self.layer = chain[low]
+        before, after = self._left(low - 1), self._left(low)
+        self.share = (before - after) / shares.total
+        self.before = 1 - before / shares.total if low == 0 else math.nan
+        self.behind = after / shares.total if low == len(chain) - 1 else math.nan
+
+    def _left(self, number: int) -> float:
+        """What is left with the reference's outputs at the blocks up to a number."""
+        shares, chain = self._shares, self._chain
+        if number < 0:
+            known = shares.stage.known.has(chain[0], "input")
+            return shares.left(Put(chain[0], "input")) if known else shares.total
+        following = chain[number + 1] if number + 1 < len(chain) else None
+        return shares.left_up_to(chain[: number + 1], following)

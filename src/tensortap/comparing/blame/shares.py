@@ -7,8 +7,9 @@ that came before it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +112,9 @@ class Shares:
         self._scale = scale
         self._parent = parent
         self._told = told
+        self.first: str | None = None  # whatever comes before it counts as its own, if it must
         self._left: dict[Put, float] = {}
+        self._up_to: dict[tuple[str, ...], float] = {}
         self._made: dict[str, MadeHere] = {}
         self._ran: set[Put] = set()
         self._listeners: dict[Put, list[str]] = {}
@@ -138,6 +141,26 @@ class Shares:
             return self._left[where]
         self._left[where] = self._run(where)
         return self._left[where]
+
+    def left_up_to(self, layers: Sequence[str], next_one: str | None) -> float:
+        """What is left with the reference's outputs at all of these: they cut any residual stream.
+
+        Where each of them hands its output to the next, the last alone does the same. `next_one`
+        then runs on the reference's inputs.
+        """
+        linked = all(self.trace.follows(b, a) for a, b in itertools.pairwise(layers))
+        if (linked and not self.trace.repeated) or len(layers) == 1:
+            if next_one is not None:
+                self._listeners.setdefault(Put(layers[-1], "output"), []).append(next_one)
+            return self.left(Put(layers[-1], "output"))
+        key = tuple(layers)
+        if key not in self._up_to:
+            watch: dict[str, Watcher] = {}
+            if next_one is not None:
+                watch[next_one] = self._made[next_one] = MadeHere(self.trace)
+            self._up_to[key] = self.stage.run([Put(name, "output") for name in layers], watch)
+            self._told()
+        return self._up_to[key]
 
     def _run(self, where: Put) -> float:
         hearers = list(dict.fromkeys(self._listeners.get(where, [])))
@@ -197,12 +220,15 @@ class Shares:
     def _before(self, layer: str) -> float:
         where = Put(layer, "input")
         if not self.stage.known.has(layer, "input"):
-            return self.total
+            return self.total if layer == self.first else math.nan
         return self.left(where)
 
-    def row(self, layer: str, type_name: str, operations: int) -> BlamedLayer:
-        """All that is known of a layer."""
-        share = self.share(layer) * self._scale
+    def row(
+        self, layer: str, type_name: str, operations: int, share: float | None = None
+    ) -> BlamedLayer:
+        """All that is known of a layer; `share` where it is known from elsewhere."""
+        if share is None:
+            share = self.share(layer) * self._scale
         handed, given = self.trace.inputs[layer], self.trace.outputs[layer]
         made = self._made.get(layer)
         known = self.stage.known.has(layer, "input")
@@ -219,8 +245,10 @@ class Shares:
             made_here, inherited = given.error, math.nan  # its inputs are the reference's
         else:
             made_here = inherited = math.nan
-        if not known:
+        if not known and layer == self.first:
             notes.append("its inputs are not in the reference: what comes before counts as its own")
+        elif not known:
+            notes.append("its inputs are not in the reference: its share is unknown")
         dtypes = given.dtypes
         floor = (
             AGAINST_ESTIMATE
@@ -245,7 +273,11 @@ class Shares:
     def made_here(self, layer: str) -> float:
         """What a layer makes of the reference's inputs, if it has run on them; NaN otherwise."""
         made = self._made.get(layer)
-        return self.trace.made_alone(layer) if made is None else made.errors.error
+        if made is not None:
+            return made.errors.error
+        if self.trace.no_op(Put(layer, "input")):
+            return self.trace.outputs[layer].error
+        return self.trace.made_alone(layer)
 
     def has_run(self, layer: str) -> bool:
         """Whether what a layer makes of the reference's inputs is still at hand."""

@@ -21,6 +21,7 @@ from ...errors import TapError, TargetError
 from ...numerics.difference import Difference, difference
 from ...recording.schema import Port
 from ...taps.isolation import unchanged
+from ...taps.leaves import flatten
 from ...taps.patching import (
     cast_like,
     leaves_of,
@@ -43,6 +44,7 @@ __all__ = [
     "Watcher",
     "WholeModel",
     "capture",
+    "copied",
     "measured",
     "squares",
 ]
@@ -50,6 +52,7 @@ __all__ = [
 # An output that is NaN where the reference is a number has no distance from it, but is wrong: it
 # counts as so many times the reference's size, far more than any number of finite errors.
 _NOT_FINITE = 1e3
+_LARGEST = 1e150  # whose square is still a number
 
 
 class Put(NamedTuple):
@@ -88,10 +91,29 @@ def measured(reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
     return difference(reference, candidate.detach().to("cpu"), percentiles=False)
 
 
-def squares(found: Difference) -> float:
-    """The squared error in all; a value that is no number counts as a large one."""
+def squares(found: Difference, scale: float) -> float:
+    """The squared error in all, in units of `scale`; what is no number counts as a large one."""
     size = found.row.ref_l2 / math.sqrt(found.finite) if found.finite else 0.0
-    return float(found.row.d_l2**2 + found.disagreeing * (_NOT_FINITE * (size or 1.0)) ** 2)
+    wrong = _NOT_FINITE * (size / scale or 1.0)
+    return min(found.row.d_l2 / scale, _LARGEST) ** 2 + found.disagreeing * wrong**2
+
+
+def copied(value: Any) -> Any:
+    """A copy that nothing can reach the original by; tensors come without their history."""
+    tensors = [t for _, t in flatten(value) if t is not None]
+    return copy.deepcopy(value, {id(t): t.detach().clone() for t in tensors})
+
+
+@contextlib.contextmanager
+def _our_trouble(layer: str) -> Iterator[None]:
+    """What goes wrong in our hooks is not the model's fault, and not said as if it were."""
+    try:
+        yield
+    except TapError:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise TapError(f"blame failed at layer '{layer}', not the model: {text}") from error
 
 
 @dataclass(eq=False)
@@ -108,6 +130,7 @@ class Stage:
     final: Final
     runs: int = 0
     batch: int = 0
+    scale: float = 1.0
     nth: int = 0
     feeding: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
@@ -201,7 +224,8 @@ class Stage:
                 args, kwargs = put_call(module, args, kwargs, leaves)
             if watcher is not None:
                 self.nth = nth
-                watcher.enter(self, name, call, args, kwargs)
+                with _our_trouble(name):
+                    watcher.enter(self, name, call, args, kwargs)
             return args, kwargs
 
         return hook
@@ -214,12 +238,14 @@ class Stage:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             call, self.nth = stack.pop()
             if watcher is not None:
-                watcher.leave(self, name, call, output)
+                with _our_trouble(name):
+                    watcher.leave(self, name, call, output)
             if where in puts or where._replace(nth=self.nth) in puts:
                 leaves = self.replacements(module, where, call, leaves_of(output))
                 output = put(output, leaves)
             if name == self.final.layer:
-                self._measure(call, output)
+                with _our_trouble(name):
+                    self._measure(call, output)
             return output
 
         return hook
@@ -235,7 +261,7 @@ class Stage:
                 f"reference and {list(own.shape)} in the candidate: they cannot be compared. Run "
                 "the candidate on the inputs that the reference was recorded with."
             )
-        self._left += squares(measured(record.tensor(), own))
+        self._left += squares(measured(record.tensor(), own), self.scale)
         self._measured += 1
 
 
@@ -255,7 +281,7 @@ class WholeModel(Stage):
                 self.batch = number
                 self.calls.clear()
                 try:
-                    self.target(copy.deepcopy(batch))
+                    self.target(copied(batch))
                 except TapError:
                     raise
                 except Exception as error:  # whatever a user's model raises
@@ -295,7 +321,7 @@ class OneLayer(Stage):
             for captured in self.captured:
                 self.batch = captured.batch
                 self.calls = Counter(captured.calls)
-                args, kwargs = copy.deepcopy((captured.args, captured.kwargs))
+                args, kwargs = copied((captured.args, captured.kwargs))
                 leaves = self._inputs(module, where, captured.call, args, kwargs)
                 args, kwargs = put_call(module, args, kwargs, leaves)
                 torch.set_rng_state(captured.random)
@@ -339,6 +365,6 @@ def capture(
         for leaf, name in match_leaves(module, own, records).items()
         if not why_not_put(records[name].tensor(), own[leaf])
     }
-    args, kwargs = copy.deepcopy(put_call(module, args, kwargs, empty))
+    args, kwargs = copied(put_call(module, args, kwargs, empty))
     counts = {**calls, layer: call}
     return CapturedCall(stage.batch, call, args, kwargs, counts, torch.get_rng_state())
