@@ -60,7 +60,7 @@ def test_runs_that_are_inferred_would_have_said_the_same(
         inputs = [batch().to(dtype), batch(1).to(dtype)]
         result = tap.blame(path, candidate, inputs)
         target = tap.Target(candidate, inputs)
-        work = engine._Work(tap.open(path), target, "blocks", None, None, (), 1 << 30, None)
+        work = engine._Work(tap.open(path), target, "blocks", False, None, None, (), 1 << 30, None)
         for row in result.first_level:
             if math.isnan(row.share):  # beside the blocks, beyond what the runs allow
                 assert not row.layer.startswith("blocks")
@@ -545,3 +545,53 @@ def test_a_final_layer_inside_a_block(tmp_path: Path) -> None:
             path, gain(model, "blocks.1.up"), batch(), final="blocks.1.down", bisect=bisect
         )
         assert result.culprit == "blocks.1.up"
+
+
+def test_a_mask_that_is_lost_is_not_the_blocks_fault(tmp_path: Path) -> None:
+    """None stands where the reference has a tensor: it is put there all the same."""
+
+    class Loses(Masked):
+        lost = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.linspace(0.5, 1.5, x.shape[1])[None, :, None]
+            x = self.stem(x)
+            for block in self.blocks:
+                x = block(x, mask=None if self.lost else mask)
+            return self.head(x)
+
+    class Gentle(nn.Module):
+        def __init__(self, step: nn.Module) -> None:
+            super().__init__()
+            self.step = step
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return self.step(x, mask=torch.ones(1) if mask is None else mask)
+
+    model = make(Loses)
+    model.blocks = nn.ModuleList(Gentle(block) for block in model.blocks)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = copy.deepcopy(model)
+    candidate.lost = True
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit is None
+    assert "beside the layers" in result.sentence
+    assert all(row.made_here < 1e-6 for row in result.first_level)
+
+
+def test_a_layer_that_runs_on_two_inputs_costs_no_more(tmp_path: Path) -> None:
+    class Siamese(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            ends = []
+            for side in (x, x.flip(0)):
+                y = self.stem(side)
+                for block in self.blocks:
+                    y = block(y)
+                ends.append(y)
+            return self.head(ends[0] - ends[1])
+
+    model = make(Siamese, blocks=3)
+    path = recorded(tmp_path / "ref", model, batch())
+    result = tap.blame(path, gain(model, "blocks.1.up", 1.3), batch())
+    assert result.culprit == "blocks.1.up"
+    assert result.forwards <= 2 * 3 + 3

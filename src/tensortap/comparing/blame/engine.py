@@ -26,7 +26,7 @@ from .levels import ancestors, children_of, contains, first_level, operations
 from .reference import Known, pair_names
 from .results import Blame, BlamedLayer
 from .search import Bisection
-from .shares import Shares
+from .shares import MOST_CALLS, Shares
 from .stage import Final, Put, WholeModel, measured, squares
 from .trace import Trace
 from .usual import UsualError
@@ -73,7 +73,8 @@ def blame(
     """
     _check_options(layers, budget)
     target = _target(model, inputs)
-    work = _Work(opened(reference, False), target, layers, final, floor, map, budget, progress)
+    recording = opened(reference, False)
+    work = _Work(recording, target, layers, bisect, final, floor, map, budget, progress)
     return work.bisected() if bisect else work.all_layers()
 
 
@@ -99,6 +100,7 @@ class _Work:
         recording: Recording,
         target: Target,
         layers: str | Sequence[str],
+        bisect: bool,
         final: str | None,
         floor: Run | None,
         maps: str | Sequence[str],
@@ -114,7 +116,10 @@ class _Work:
         self.types = {site.name: type_name(site.module) for site in places}
         names = pair_names(recording, modules, [maps] if isinstance(maps, str) else maps)
         self.known = Known(recording, names)
-        self.kept = [name for name in names if self.known.has(name, "output")]
+        self.random = {name for name, module in modules.items() if _is_random(module)}
+        self.kept = [
+            name for name in names if self.known.has(name, "output") and name not in self.random
+        ]
         _check_kept(recording, modules, self.kept)
         self.structure = structure(target.model)
         self.chain, self.beside = self._first(layers)
@@ -128,7 +133,7 @@ class _Work:
         self.precisions = (precision_of(recording), _precision(target.model))
         self.unit = max((unit_of(name) for name in self.precisions if name), default=0.0)
         self.trace = Trace(self.rows_wanted, budget)
-        self.limit = 2 * len(self.chain) + 3
+        self.limit = _bisect_limit(len(self.chain)) if bisect else 2 * len(self.chain) + 3
         self._own_run()
         self._floor_run = None if floor is None else opened(floor, False)
         self.final_error = _relative(self.total, self.size)
@@ -230,15 +235,10 @@ class _Work:
             )
 
     def _check_mode(self) -> None:
-        random = [
-            name
-            for name, module in self.stage.modules.items()
-            if module.training and isinstance(module, nn.modules.dropout._DropoutNd) and module.p
-        ]
-        if random:
+        if self.random:
             self.warnings.append(
-                f"The candidate is in training mode and drops values at random ('{random[0]}' and "
-                f"{len(random)} layers in all): put it into eval mode, or blame is wrong."
+                f"The candidate is in training mode and drops values at random (as "
+                f"'{min(self.random)}' does): put it into eval mode, or blame is wrong."
             )
 
     def _shares(self) -> Shares:
@@ -291,6 +291,8 @@ class _Work:
         if not self.total:
             return self._answer([replace(self._unasked(n), share=0.0) for n in self.rows_wanted])
         rows = {layer: self.row(layer) for layer in self._keeping_the_worst(self.chain)}
+        if not any(row.share >= LEAST for row in rows.values()):
+            rows.update(self._by_call())
         edges = self._edges()
         room = self.limit - _FOR_THE_CULPRIT
         sought = set(self._sought(rows.values(), edges))
@@ -312,6 +314,22 @@ class _Work:
             elif not better:
                 self.shares.drop(layer)
             worst = layer if better else worst
+
+    def _by_call(self) -> dict[str, BlamedLayer]:
+        """Layers that come round again, by way of others: what each of their calls adds.
+
+        With the reference's inputs at all calls, what a layer hands to itself would stay hidden.
+        """
+        calls = [self.trace.repeated.get(name, 1) for name in self.chain]
+        again = [n for n in self.chain if n in self.trace.repeated]
+        if not again or max(calls) > MOST_CALLS:
+            return {}
+        self.shares.by_call = True
+        self.limit += 2 * sum(calls) + 2 * (max(calls) - 1)
+        self.notes.append(
+            f"'{again[0]}' runs several times in a pass: what each of its calls adds was looked at."
+        )
+        return {name: self.row(name) for name in again}
 
     def _sought(self, rows: Iterable[BlamedLayer], edges: Edges) -> list[str]:
         """The layers outside the chain that must be looked at: the error comes from there."""
@@ -339,8 +357,9 @@ class _Work:
                     f"'{again[0]}' runs several times in a pass, so there is nothing to bisect: "
                     "all layers were looked at."
                 )
+            self.limit = 2 * len(chain) + 3
             return self.all_layers()
-        self.limit = math.ceil(math.log2(max(2, len(chain)))) + 4
+        self.limit = _bisect_limit(len(chain))
         if not self.total:
             return self._answer([self._unasked(name) for name in chain], bisect=True)
         found = Bisection(self.shares, chain)
@@ -583,6 +602,15 @@ def _precision(model: nn.Module) -> str | None:
     fast = torch.get_float32_matmul_precision() in ("high", "medium")
     gpu = not device_of(model).startswith("cpu")
     return coarsest(describe_module(model)["dtypes"], tf32=gpu and fast)
+
+
+def _bisect_limit(blocks: int) -> int:
+    return math.ceil(math.log2(max(2, blocks))) + 4
+
+
+def _is_random(module: nn.Module) -> bool:
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    return dropout and module.training and bool(module.p)
 
 
 def _relative(error: float, size: float) -> float:

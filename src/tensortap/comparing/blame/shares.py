@@ -23,10 +23,10 @@ from .results import BlamedLayer
 from .stage import CapturedCall, Put, Stage, Watcher, capture, measured
 from .trace import Errors, Trace, first_float
 
-__all__ = ["Baggage", "MadeHere", "Shares"]
+__all__ = ["MOST_CALLS", "Baggage", "MadeHere", "Shares"]
 
 _ENDS: tuple[Port, Port] = ("input", "output")
-_MOST_CALLS = 8
+MOST_CALLS = 8
 
 
 @dataclass
@@ -112,6 +112,7 @@ class Shares:
         self._scale = scale
         self._parent = parent
         self._told = told
+        self.by_call = False  # look at the calls of a pass one by one
         self.first: str | None = None  # whatever comes before it counts as its own, if it must
         self._left: dict[Put, float] = {}
         self._up_to: dict[tuple[str, ...], float] = {}
@@ -210,8 +211,8 @@ class Shares:
 
     def _calls(self, layer: str) -> int:
         """How many calls of a pass are looked at one by one: each with what it alone adds."""
-        calls = self.trace.repeated.get(layer, 0) if self._infer else 0
-        return 0 if self.stage.feeds_itself(layer) or calls > _MOST_CALLS else calls
+        calls = self.trace.repeated.get(layer, 0) if self.by_call else 0
+        return 0 if self.stage.feeds_itself(layer) or calls > MOST_CALLS else calls
 
     def _of_call(self, layer: str, nth: int) -> float:
         before, after = (self.left(Put(layer, port, nth)) for port in _ENDS)

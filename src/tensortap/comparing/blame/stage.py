@@ -21,7 +21,7 @@ from ...errors import TapError, TargetError
 from ...numerics.difference import Difference, difference
 from ...recording.schema import Port
 from ...taps.isolation import unchanged
-from ...taps.leaves import flatten
+from ...taps.leaves import flatten, signature_order
 from ...taps.patching import (
     cast_like,
     leaves_of,
@@ -137,12 +137,14 @@ class Stage:
     problems: dict[Put, str] = field(default_factory=dict)
     _left: float = 0.0
     _measured: int = 0
+    _where: str = ""
     _in_pass: Counter[str] = field(default_factory=Counter)
 
     def run(self, puts: Sequence[Put] = (), watch: Mapping[str, Watcher] | None = None) -> float:
         """One run over all batches: the squared error that is left at the final output."""
         self.runs += 1
         self._left, self._measured = 0.0, 0
+        self._where = ", ".join(f"{p.port} of '{p.layer}'" for p in puts[:2])
         with self._hooked(set(puts), watch or {}):
             self._play()
         if not self._measured:
@@ -185,6 +187,31 @@ class Stage:
                 found[leaf] = cast_like(reference, own[leaf])
         return found
 
+    def absent(
+        self, module: nn.Module, where: Put, call: int, args: tuple[Any, ...], kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """The reference's tensors for keywords that the candidate leaves out or gives None for.
+
+        A mask that is lost on the way to a layer is what the layer was handed, not what it makes.
+        """
+        records = self.known.at(where.layer, "input", self.batch, call)
+        own = leaves_of_call(module, args, kwargs)
+        used = set(match_leaves(module, own, records).values())
+        floats = next((t for t in own.values() if t.is_floating_point()), None)
+        taken = list(signature_order(module))[1:]
+        free = taken[len(args) :]
+        found = {}
+        for leaf, record in records.items():
+            name = leaf[2:-2] if leaf.startswith("['") and leaf.endswith("']") else ""
+            if leaf in used or name not in free or kwargs.get(name) is not None or floats is None:
+                continue
+            value = record.tensor()
+            if value.is_floating_point():
+                found[name] = cast_like(value, floats)
+            else:
+                found[name] = value.to(device=floats.device, copy=True)
+        return found
+
     @contextlib.contextmanager
     def _hooked(self, puts: set[Put], watch: Mapping[str, Watcher]) -> Iterator[None]:
         names = dict.fromkeys([self.top, *(p.layer for p in puts), *watch, self.final.layer])
@@ -221,7 +248,9 @@ class Stage:
             if every or where._replace(nth=nth) in puts:
                 own = leaves_of_call(module, args, kwargs)
                 leaves = self.replacements(module, where, call, own)
+                more = self.absent(module, where, call, args, kwargs)
                 args, kwargs = put_call(module, args, kwargs, leaves)
+                kwargs = {**kwargs, **more}
             if watcher is not None:
                 self.nth = nth
                 with _our_trouble(name):
@@ -286,8 +315,10 @@ class WholeModel(Stage):
                     raise
                 except Exception as error:  # whatever a user's model raises
                     lines = str(error).strip().splitlines() or ["no message"]
+                    put_in = f" with the reference's {self._where}" if self._where else ""
                     raise TargetError(
-                        f"The model failed in batch {number}: {type(error).__name__}: {lines[0]}"
+                        f"The model failed in batch {number}{put_in}: {type(error).__name__}: "
+                        f"{lines[0]}"
                     ) from error
 
 
@@ -323,7 +354,9 @@ class OneLayer(Stage):
                 self.calls = Counter(captured.calls)
                 args, kwargs = copied((captured.args, captured.kwargs))
                 leaves = self._inputs(module, where, captured.call, args, kwargs)
+                more = self.absent(module, where, captured.call, args, kwargs)
                 args, kwargs = put_call(module, args, kwargs, leaves)
+                kwargs = {**kwargs, **more}
                 torch.set_rng_state(captured.random)
                 module(*args, **kwargs)
 

@@ -165,6 +165,9 @@ class Trace:
             for leaf, name in match_leaves(module, own, records).items()
         }
         wanted = self._compare(stage, Put(layer, "input"), call, pairs, self.inputs[layer])
+        for name in stage.absent(module, Put(layer, "input"), call, args, kwargs):
+            self.fitting.add(Put(layer, "input"))
+            self.changed[Put(layer, "input")].add(f"[{name!r}]")
         if runs_alone(module):
             self._arguments[layer].append((args, kwargs, wanted))
 
