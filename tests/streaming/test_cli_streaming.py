@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -144,3 +145,49 @@ def test_mistakes(folder: Path, words: tuple[str, ...], message: str) -> None:
     out, err = call(folder, "record", BUILD, *words, code=2)
     assert message in err and not out
     assert not (folder / "x").exists()
+
+
+@pytest.mark.parametrize("role", ["--against", "--floor"])
+def test_coarse_never_writes_over_what_it_compares_with(folder: Path, role: str) -> None:
+    call(folder, "record", BUILD, "-o", "mine", "--layers", "all", "--keep", "sketch")
+    others = () if role == "--against" else ("--against", "sketch")
+    words = ("-o", "mine/../mine", "--mode", "bug", role, "mine", *others, "--coarse")
+    out, err = call(folder, "record", BUILD, *words, "--overwrite", code=2)
+    assert "where the new recording should go" in err and not out
+    assert tap.open(folder / "mine").manifest.mode != "bug"
+    shutil.rmtree(folder / "mine")
+
+
+def test_coarse_may_go_where_the_window_of_the_reference_would(folder: Path) -> None:
+    words = ("--mode", "bug", "--against", "sketch", "--coarse", "-o", "./sketch-window")
+    _, err = call(folder, "record", BUILD, *words, "--overwrite", code=1)
+    commands = [line[6:] for line in err.splitlines() if line.startswith("next: ")]
+    for command, code in zip(commands, (0, 1), strict=True):
+        out, _ = call(folder, *shlex.split(command)[1:], code=code)
+    assert "made here" in out
+
+
+RAISING = """
+import torch
+from torch import nn
+
+def build(mode="good"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    if mode == "bad":
+        calls = []
+        def hook(*_):
+            calls.append(1)
+            assert len(calls) < 2, "the second call"
+        model[1].register_forward_hook(hook)
+    return model, [torch.randn(3, 8) for _ in range(3)]
+"""
+
+
+def test_a_model_that_raises_is_a_sentence_also_with_coarse(folder: Path) -> None:
+    (folder / "raising.py").write_text(RAISING)
+    call(folder, "record", "raising.py:build", "-o", "raising", "--layers", "all")
+    words = ("-o", "raised", "--mode", "bad", "--against", "raising", "--coarse")
+    out, err = call(folder, "record", "raising.py:build", *words, code=2)
+    assert "The model failed in batch 1: AssertionError: the second call" in err and not out
+    assert not (folder / "raised").exists()

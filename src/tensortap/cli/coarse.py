@@ -23,11 +23,13 @@ __all__ = ["record_window"]
 def record_window(target: Target, path: str, settings: Settings, as_json: bool) -> int:
     """Find the window, record it in full, and say what is there."""
     from ..comparing.streaming import find_window
+    from ..comparing.streaming.places import check_place
     from ..recording.schema import MANIFEST
     from ..recording.store import open_store
     from ..reporting.progress import progress
 
     assert settings.against is not None
+    check_place(path, reference=settings.against, floor=settings.floor)
     if not settings.overwrite and MANIFEST in open_store(path).names():
         raise RecordingExistsError(
             f"{path} already holds a recording. Choose another folder, or replace it with "
@@ -40,6 +42,7 @@ def record_window(target: Target, path: str, settings: Settings, as_json: bool) 
             layers=list(settings.layers) or "all",
             floor=settings.floor,
             map=settings.maps,
+            output=path,
             progress=advance,
         )
     if not window:
@@ -118,9 +121,9 @@ def _to_be_compared(window: Window, outcome: Outcome, as_json: bool) -> int:
 
 
 def _next(window: Window, outcome: Outcome) -> None:
-    folder = f"{window.comparison.reference.rstrip('/')}-window"
+    folder, path = window.folder or "", outcome.recording.path
     for command in (
         window.command or "",
-        f"tensortap compare {shlex.quote(folder)} {shlex.quote(outcome.recording.path)}",
+        f"tensortap compare {shlex.quote(folder)} {shlex.quote(path)}",
     ):
         print(f"next: {command}", file=sys.stderr)  # noqa: T201

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,6 +130,8 @@ def run_target(
 
 def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, index: int) -> None:
     """Run one batch; what the user's model raises is said with its place."""
+    from ..targets.failing import model_failed
+
     try:
         if target.run is not None:
             output = target(batch)
@@ -143,13 +144,7 @@ def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, i
     except TapError:
         raise
     except Exception as error:  # whatever a user's model raises
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise TargetError(
-            f"The model failed in batch {index}: {type(error).__name__}: "
-            f"{lines[0] if lines else 'no message'} ({frame.filename}:{frame.lineno}). "
-            "What was recorded until then is kept. Set TENSORTAP_TRACEBACK=1 for the traceback."
-        ) from error
+        raise model_failed(error, index, kept=True) from error
 
 
 def _backward(output: Any) -> None:

@@ -25,6 +25,7 @@ from ...taps.leaves import flatten
 from ...taps.patching import cast_like, leaves_of_call, match_leaves, put_call, why_not_put
 from ...taps.plain import Unrecordable, plain_parts
 from ...targets import Target
+from ...targets.failing import model_failed
 from ..precision import coarsest, precision_of, roundoff
 from .calls import Arguments, unrecorded, ways_to_call
 from .recorded import RecordedCall
@@ -206,10 +207,7 @@ def _play_inside(
         except TapError:
             raise
         except Exception as error:  # whatever a user's model raises
-            lines = str(error).strip().splitlines() or ["no message"]
-            raise TargetError(
-                f"The model failed in batch {step}: {type(error).__name__}: {lines[0]}"
-            ) from error
+            raise model_failed(error, step) from error
         finally:
             for handle in handles:
                 handle.remove()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from .answer import Terms, concluded
 from .live import live_layer, live_record
 from .merging import RowSum
 from .pairing import pair_names
+from .places import check_place
 
 __all__ = ["Stream"]
 
@@ -58,12 +58,7 @@ class Stream:
         self._full = full
         self._reference = opened(against, False)
         self._floor = None if floor is None else opened(floor, False)
-        for role, run in (("reference", self._reference), ("floor", self._floor)):
-            if run is not None and _same_place(run.path, os.fspath(path)):
-                raise OptionError(
-                    f"The {role} {run.path} is where the new recording should go. Choose another "
-                    "folder for it."
-                )
+        check_place(path, reference=self._reference, floor=self._floor)
         self.reference = self._reference.path
         self.divergence: Divergence | None = None
         self._rules = [rules] if isinstance(rules, str) else list(rules)
@@ -222,9 +217,3 @@ class _Floor(Floor):
         if key not in self._measured:
             self._measured[key] = super().here(layer, port, leaf)
         return self._measured[key]
-
-
-def _same_place(one: str, other: str) -> bool:
-    if "://" in one or "://" in other:
-        return one.rstrip("/") == other.rstrip("/")
-    return Path(one).resolve() == Path(other).resolve()

@@ -6,6 +6,7 @@ model runs once, and nothing of it is kept; what lies in between can then be rec
 
 from __future__ import annotations
 
+import os
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,11 +15,12 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import OptionError
+from ...errors import OptionError, TapError
 from ...recording.reader import Recording
 from ...recording.reader import open as open_recording
 from ...taps.isolation import unchanged
 from ...targets import Target
+from ...targets.failing import model_failed
 from ..align import LayerPair, align
 from ..checks import Run, check_paired, opened
 from ..compare import Work
@@ -26,6 +28,7 @@ from ..floor import Floor
 from ..judge import AGAINST_ESTIMATE
 from ..results import Comparison, LayerComparison
 from ..sites import SitePairer
+from .places import check_place, same_place
 from .sketches import by_samples, by_summaries, has_samples
 
 __all__ = ["Window", "find_window"]
@@ -41,7 +44,7 @@ class Window:
 
     `layers` is empty when nothing is suspect. `sure` is False when no layer is surely bad, only
     unclear. `lacking` are those of `layers` of which the reference has no tensors, and `command`
-    records them. `comparison` holds a row a layer, by its samples.
+    records them to `folder`. `comparison` holds a row a layer, by its samples.
     """
 
     good: str | None
@@ -51,6 +54,7 @@ class Window:
     batch: int
     lacking: tuple[str, ...]
     command: str | None
+    folder: str | None
     comparison: Comparison = field(repr=False)
 
     def __bool__(self) -> bool:
@@ -79,6 +83,7 @@ class Window:
             "layers": list(self.layers),
             "lacking": list(self.lacking),
             "command": self.command,
+            "folder": self.folder,
         }
 
 
@@ -90,14 +95,18 @@ def find_window(
     layers: str | Sequence[str] = "all",
     floor: Run | None = None,
     map: str | Sequence[str] = (),
+    output: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Window:
     """Run a model once, and say between which layers it leaves its reference.
 
     `model` is a `torch.nn.Module` with the `inputs` that the reference was recorded with, or a
     Target. The reference holds tensors, sketches (`keep="sketch"`) or summaries; the less it
-    holds, the wider the window. The model is left as it was, and nothing is kept.
+    holds, the wider the window. The model is left as it was, and nothing is kept. `output` is
+    where the window will be recorded: `command` writes to another folder.
     """
+    if output is not None:
+        check_place(output, reference=against, floor=floor)
     target = _target(model, inputs)
     reference = opened(against, False)
     maps = [map] if isinstance(map, str) else list(map)
@@ -105,7 +114,8 @@ def find_window(
         candidate = _sketched(target, f"{folder}/run", layers, progress)
         pairs = align(reference, candidate, maps=maps)
         beside = None if floor is None else opened(floor, False)
-        return _Search(reference, candidate, pairs, beside).window()
+        taken = None if output is None else os.fspath(output)
+        return _Search(reference, candidate, pairs, beside, taken).window()
 
 
 def _target(model: Any, inputs: Any) -> Target:
@@ -138,7 +148,12 @@ def _sketched(
             for number, batch in enumerate(target.batches):
                 if progress is not None:
                     progress(number, len(target.batches))
-                target(batch)
+                try:
+                    target(batch)
+                except TapError:
+                    raise
+                except Exception as error:  # whatever a user's model raises
+                    raise model_failed(error, number) from error
                 recorder.step()
     return open_recording(path)
 
@@ -152,8 +167,10 @@ class _Search:
         candidate: Recording,
         pairs: Sequence[LayerPair],
         floor: Recording | None,
+        taken: str | None,
     ) -> None:
         self.reference, self.candidate = reference, candidate
+        self.folder = _folder(reference.path, taken)
         paired = [p for p in pairs if p.reference is not None and p.candidate is not None]
         check_paired(reference, candidate, None, paired)
         third = None if floor is None else Floor(reference, floor)
@@ -205,7 +222,8 @@ class _Search:
             floor="of samples: estimated, or measured where a floor run was given",
             notes=("Verdicts rest on a few values of each tensor, and on its statistics.",),
         )
-        return Window(good, bad, names, sure, batch, lacking, command, comparison)
+        folder = self.folder if command else None
+        return Window(good, bad, names, sure, batch, lacking, command, folder, comparison)
 
     # What is known of a layer.
 
@@ -275,8 +293,13 @@ class _Search:
         chosen: list[str] = []
         for pattern in _patterns([self._named(n) for n in names], self.candidate.layers):
             chosen += ["--layers", pattern]
-        folder = f"{self.reference.path.rstrip('/')}-window"
-        return f"{command} -o {shlex.quote(folder)} {shlex.join(chosen)} --inputs"
+        return f"{command} -o {shlex.quote(self.folder)} {shlex.join(chosen)} --inputs"
+
+
+def _folder(reference: str, taken: str | None) -> str:
+    """Where the reference's window goes: beside it, and not where the candidate's goes."""
+    folder = f"{reference.rstrip('/')}-window"
+    return folder if taken is None or not same_place(folder, taken) else f"{folder}-reference"
 
 
 def _within(name: str, block: str) -> bool:
