@@ -595,3 +595,48 @@ def test_a_layer_that_runs_on_two_inputs_costs_no_more(tmp_path: Path) -> None:
     result = tap.blame(path, gain(model, "blocks.1.up", 1.3), batch())
     assert result.culprit == "blocks.1.up"
     assert result.forwards <= 2 * 3 + 3
+
+
+def test_bisection_does_not_blame_the_block_behind_a_missing_one(tmp_path: Path) -> None:
+    model = make(Chain, blocks=8)
+    path = recorded(tmp_path / "ref", model, batch())
+    swapped = copy.deepcopy(model)
+    swapped.blocks[3] = nn.Identity()
+    for bisect in (False, True):
+        result = tap.blame(path, swapped, batch(), bisect=bisect)
+        assert result.culprit in ("blocks.3", None)
+        assert any("has no layer 'blocks.3.norm'" in text for text in result.warnings)
+
+    class Skips(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for number, block in enumerate(self.blocks):
+                x = x if number == 3 else block(x)
+            return self.head(x)
+
+    candidate = make(Skips, blocks=8)
+    for bisect in (False, True):
+        result = tap.blame(path, candidate, batch(), bisect=bisect)
+        assert result.culprit is None
+        assert any("never called 'blocks.3'" in text for text in result.warnings)
+
+
+def test_a_candidate_of_another_width_blames_nobody(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "ref", make(Chain), batch())
+    for bisect in (False, True):
+        result = tap.blame(path, make(Chain, width=24), batch(), bisect=bisect)
+        assert result.culprit is None
+        assert any("do not fit" in text for text in result.warnings)
+
+
+def test_other_numbers_of_calls_are_said(tmp_path: Path) -> None:
+    class Twice(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.stem(x)
+            for number, block in enumerate(self.blocks):
+                x = block(block(x)) if number == 3 else block(x)
+            return self.head(x)
+
+    path = recorded(tmp_path / "ref", make(Chain), batch())
+    result = tap.blame(path, make(Twice), batch())
+    assert any("ran 2 times in the candidate and 1 times" in text for text in result.warnings)

@@ -49,6 +49,7 @@ class Descent:
         operations: Mapping[str, int],
         precisions: tuple[str | None, ...],
         judged: Callable[[list[BlamedLayer]], list[BlamedLayer]],
+        may_run: Callable[[int], bool],
     ) -> None:
         self.shares = shares
         self.stage = stage
@@ -56,6 +57,7 @@ class Descent:
         self.operations = operations
         self.precisions = precisions
         self.judged = judged
+        self.may_run = may_run
 
     def into(self, top: BlamedLayer, kept: Sequence[str]) -> Found:
         """The culprit inside a layer that makes most of the error, or the layer itself."""
@@ -158,7 +160,7 @@ class Descent:
             row = path.pop()
             if not row.clear:
                 continue
-            if inside.stage is self.stage:
+            if inside.stage is self.stage or not self.may_run(self.shares.cost(row.layer)):
                 found.culprit = row
                 return
             share = self.shares.share(row.layer)

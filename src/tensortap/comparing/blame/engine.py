@@ -201,6 +201,7 @@ class _Work:
         self._told()
         self._check_inputs(log)
         self._check_mode()
+        self._check_calls()
         heard = self.trace.order
         until = heard[: heard.index(self.final.layer) + 1] if self.final.layer in heard else heard
         around = [n for n in self.chain if n != self.final.layer and contains(n, self.final.layer)]
@@ -239,6 +240,39 @@ class _Work:
             self.warnings.append(
                 f"The candidate is in training mode and drops values at random (as "
                 f"'{min(self.random)}' does): put it into eval mode, or blame is wrong."
+            )
+
+    def _check_calls(self) -> None:
+        """Say which layers the candidate lacks, does not call, or calls otherwise."""
+        lacking = [n for n in self.recording.layers if n not in self.known.names.values()]
+        if lacking:
+            self.warnings.append(
+                f"The candidate has no layer '{lacking[0]}'{_more(lacking)}, which the reference "
+                "has: what it should do is done by nobody."
+            )
+        silent = [name for name in self.kept if name not in self.trace.order]
+        if silent:
+            self.warnings.append(
+                f"The candidate never called '{silent[0]}'{_more(silent)}, which ran in the "
+                "reference."
+            )
+        batch = self.stage.batch
+        for name in self.trace.order:
+            calls = 0
+            while self.known.at(name, "output", batch, calls):
+                calls += 1
+            if calls != self.stage.calls[name] and calls:
+                self.warnings.append(
+                    f"'{name}' ran {self.stage.calls[name]} times in the candidate and {calls} "
+                    "times in the reference."
+                )
+                break
+        misfits = [where for where in self.stage.problems if where not in self.trace.fitting]
+        if misfits:
+            where = misfits[0]
+            self.warnings.append(
+                f"At the {where.port} of '{where.layer}'{_more(misfits)} the reference's tensors "
+                f"do not fit ({self.stage.problems[where]}): shares there are unknown."
             )
 
     def _shares(self) -> Shares:
@@ -363,7 +397,7 @@ class _Work:
         if not self.total:
             return self._answer([self._unasked(name) for name in chain], bisect=True)
         found = Bisection(self.shares, chain)
-        edges = Edges(found.before, found.behind, math.nan)
+        edges = Edges(found.before, found.behind, found.beside)
         rows = {name: self._unasked(name) for name in chain}
         rows[found.layer] = self.shares.row(
             found.layer, *self._about(found.layer), share=found.share
@@ -414,12 +448,13 @@ class _Work:
                 self.operations,
                 self.precisions,
                 lambda rows: against_peers(rows, self.unit, self.usual),
+                lambda runs: self.stage.runs + runs <= self.limit,
             )
             found = descent.into(top, self.trace.order)
             rows = _nested(rows, found.rows)
             culprit, causes = found.culprit, found.causes
             self.notes += found.notes
-        elif not bisect and edges.most >= LEAST:
+        elif edges.most >= LEAST and (not bisect or self.stage.runs < self.limit):
             culprit, more = self._around()
             rows = [*rows, *more]
         return self._answer(rows, culprit=culprit, causes=causes, edges=edges, bisect=bisect)
@@ -478,6 +513,7 @@ class _Work:
             bisect=bisect,
             forwards=self.stage.runs,
             limit=max(self.limit, self.stage.runs),
+            ends=(self.chain[0], self.chain[-1]) if self.chain else None,
             batches=min(len(self.target.batches), self.known.batches),
             warnings=tuple(self.warnings),
             notes=tuple(self.notes),
@@ -519,6 +555,8 @@ def _target(model: Any, inputs: Any) -> Target:
 def _check_kept(recording: Recording, modules: dict[str, nn.Module], kept: Sequence[str]) -> None:
     if set(kept) - {""} or (kept and recording.layers == [""]):
         return
+    if not recording.layers:
+        raise OptionError(f"{recording.path} has no layers: nothing was recorded.")
     here = ", ".join(repr(name) for name in list(modules)[1:4])
     there = ", ".join(repr(name) for name in recording.layers[:3])
     if any(name and name in modules for name in recording.layers):
@@ -606,6 +644,10 @@ def _precision(model: nn.Module) -> str | None:
 
 def _bisect_limit(blocks: int) -> int:
     return math.ceil(math.log2(max(2, blocks))) + 4
+
+
+def _more(names: Sequence[object]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
 def _is_random(module: nn.Module) -> bool:

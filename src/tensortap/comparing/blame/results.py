@@ -66,8 +66,8 @@ class Blame:
     explains of it. `culprit` is the innermost layer that makes at least half of the squared final
     error and stands clear of rounding and of the others, or None; `share` is the culprit's share,
     or the largest one. `before` and `behind` are the shares of what runs before the first and
-    behind the last of the blocks; `beside` of what comes in by other ways than through them, as
-    masks and rotary tables do. `causes` explain what the culprit does.
+    behind the last of the blocks, which `ends` names; `beside` of what comes in by other ways than
+    through them, as masks and rotary tables do. `causes` explain what the culprit does.
     `forwards` is how often the whole model ran over its `batches`, `limit` how often it may.
     """
 
@@ -88,6 +88,7 @@ class Blame:
     forwards: int = 0
     limit: int = 0
     batches: int = 1
+    ends: tuple[str, str] | None = None
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -138,6 +139,7 @@ class Blame:
             "forwards": self.forwards,
             "limit": self.limit,
             "batches": self.batches,
+            "ends": None if self.ends is None else list(self.ends),
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "layers": [row.to_dict() for row in self.layers],

@@ -2,8 +2,9 @@
 
 What is left of the error with the reference's outputs at the first k blocks falls as k grows. A
 block that makes half of it is the one where it falls below a half, so about log2 N runs find it, if
-there is one; and its share says whether there is. With the outputs of all blocks before it put in,
-it makes no difference whether they hand them on or add them to a stream outside.
+there is one; and its share, measured as ever, says whether there is: what is lost between it and
+the block before counts as beside them. With the outputs of all blocks before it put in, it makes no
+difference whether they hand them on or add them to a stream outside.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Bisection"]
 
 
 class Bisection:
-    """The block at which the error falls below a half, its share, and what is at the ends."""
+    """The block at which the error falls below a half, its share, and what comes in around it."""
 
     def __init__(self, shares: Shares, chain: Sequence[str]) -> None:
         self._shares, self._chain = shares, chain
@@ -30,10 +31,11 @@ class Bisection:
             else:
                 low = middle + 1
         self.layer = chain[low]
+        self.share = shares.share(self.layer)
         before, after = self._left(low - 1), self._left(low)
-        self.share = (before - after) / shares.total
         self.before = 1 - before / shares.total if low == 0 else math.nan
         self.behind = after / shares.total if low == len(chain) - 1 else math.nan
+        self.beside = (before - after) / shares.total - self.share
 
     def _left(self, number: int) -> float:
         """What is left with the reference's outputs at the blocks up to a number."""

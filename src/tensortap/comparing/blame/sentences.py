@@ -88,12 +88,12 @@ def _bisected(top: Sequence[BlamedLayer]) -> str:
 
 def _outside(blame: Blame) -> str:
     """Where the error is not made by any layer that was looked at."""
-    rows = blame.first_level
-    if not rows:
+    if blame.ends is None:
         return ""
+    first, last = blame.ends
     for share, where in (
-        (blame.before, f"before {name_of(rows[0].layer)}"),
-        (blame.behind, f"behind {name_of(rows[-1].layer)}"),
+        (blame.before, f"before {name_of(first)}"),
+        (blame.behind, f"behind {name_of(last)}"),
         (
             blame.beside,
             "beside the layers, by what the model itself hands them (masks, positions)",

@@ -222,6 +222,8 @@ class Shares:
         where = Put(layer, "input")
         if not self.stage.known.has(layer, "input"):
             return self.total if layer == self.first else math.nan
+        if where in self.stage.problems and where not in self.trace.fitting:
+            return math.nan  # nothing of it could be put in
         return self.left(where)
 
     def row(
