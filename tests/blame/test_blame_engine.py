@@ -92,6 +92,13 @@ def test_the_numbers_are_those_of_the_definition(tmp_path: Path) -> None:
         inherited = _error(alone, mine[name].output)
         assert row.amplification == pytest.approx(inherited / row.handed, rel=1e-4)
     assert result["blocks.1"].made_here < 1e-6
+    head = result["head"]
+    given, true = reference["head"].input, reference["head"].output
+    with torch.no_grad():
+        alone = candidate.head(given)
+    inherited = _error(alone, mine["head"].output)
+    assert head.amplification == pytest.approx(inherited / head.handed, rel=1e-4)
+    assert head.made_here == pytest.approx(_error(true, alone), abs=1e-9)
     assert result.culprit is None or result.share < 1.0
 
 
@@ -640,3 +647,22 @@ def test_other_numbers_of_calls_are_said(tmp_path: Path) -> None:
     path = recorded(tmp_path / "ref", make(Chain), batch())
     result = tap.blame(path, make(Twice), batch())
     assert any("ran 2 times in the candidate and 1 times" in text for text in result.warnings)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_quantisers_in_hooks_are_usual_too(seed: int, tmp_path: Path) -> None:
+    """Inputs of all linears are rounded by hooks of the user: what all do is no one's fault."""
+    model = make(Chain, seed)
+    path = recorded(tmp_path / "ref", model, batch())
+    candidate = copy.deepcopy(model)
+
+    def rounded(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        step = args[0].abs().amax() / 15
+        return ((args[0] / step).round() * step,)
+
+    for module in candidate.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(rounded)
+    result = tap.blame(path, candidate, batch())
+    assert result.culprit is None
+    assert not result.same

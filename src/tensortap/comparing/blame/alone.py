@@ -8,6 +8,7 @@ what the reference does, and how large an error is usual in this candidate.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch import nn
 from ...selection.sites import is_leaf
 from ...taps.patching import leaves_of, leaves_of_call, put_call
 
-__all__ = ["run_alone", "runs_alone"]
+__all__ = ["mark_ours", "run_alone", "runs_alone"]
+
+_OURS = "_tensortap_blame"
+
+
+def mark_ours(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell a hook of ours from those of the user, which belong to what a layer does."""
+    setattr(hook, _OURS, True)
+    return hook
 
 
 def runs_alone(module: nn.Module) -> bool:
@@ -36,5 +45,23 @@ def run_alone(
         return None
     with contextlib.suppress(Exception):  # a user's layer can raise anything
         new_args, new_kwargs = put_call(module, args, kwargs, wanted)
+        new_args, new_kwargs = _after_hooks(module, new_args, new_kwargs)
         return leaves_of(module.forward(*new_args, **new_kwargs))
     return None
+
+
+def _after_hooks(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the user's own hooks make of the arguments: a quantiser may be one."""
+    for number, hook in module._forward_pre_hooks.items():
+        if hasattr(hook, _OURS):
+            continue
+        if number in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        else:
+            made = hook(module, args)
+            if made is not None:
+                args = made if isinstance(made, tuple) else (made,)
+    return args, kwargs

@@ -243,7 +243,7 @@ class Shares:
         if made is not None:
             made_here, inherited = made.errors.error, made.inherited
         elif not math.isnan(self.trace.made_alone(layer)):
-            made_here, inherited = self.trace.made_alone(layer), math.nan
+            made_here, inherited = self.trace.made_alone(layer), self.trace.inherited[layer].error
         elif known and self._infer and self.trace.no_op(Put(layer, "input")):
             made_here, inherited = given.error, math.nan  # its inputs are the reference's
         else:

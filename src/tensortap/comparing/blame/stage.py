@@ -32,6 +32,7 @@ from ...taps.patching import (
     why_not_put,
 )
 from ...targets import Target
+from .alone import mark_ours
 from .levels import contains
 from .reference import Known
 
@@ -257,7 +258,7 @@ class Stage:
                     watcher.enter(self, name, call, args, kwargs)
             return args, kwargs
 
-        return hook
+        return mark_ours(hook)
 
     def _after(
         self, name: str, stack: list[tuple[int, int]], puts: set[Put], watcher: Watcher | None

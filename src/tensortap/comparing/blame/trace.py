@@ -94,6 +94,7 @@ class Trace:
         self.too_large = False
         self.repeated: dict[str, int] = {}  # how often in a pass
         self.alone: dict[str, Errors] = defaultdict(Errors)
+        self.inherited: dict[str, Errors] = defaultdict(Errors)
         self._inexact: set[str] = set()
         self._tried: set[str] = set()
         self._untried: set[str] = set()
@@ -179,7 +180,7 @@ class Trace:
         pairs = {leaf: (records[leaf], own[leaf]) for leaf in own if leaf in records}
         wanted = self._compare(stage, Put(layer, "output"), call, pairs, self.outputs[layer])
         if self._arguments[layer]:
-            self._try(stage, layer, self._arguments[layer].pop(), records, wanted)
+            self._try(stage, layer, self._arguments[layer].pop(), records, wanted, own)
         for leaf, tensor in own.items():
             key = _key(tensor)
             if key is not None:
@@ -225,6 +226,7 @@ class Trace:
         given: tuple[Any, ...],
         records: Mapping[str, Record],
         expected: dict[str, torch.Tensor],
+        own: Mapping[str, torch.Tensor],
     ) -> None:
         """Run a leaf on the reference's inputs, and see what it makes of them."""
         args, kwargs, inputs = given
@@ -238,6 +240,9 @@ class Trace:
                 continue
             if tensor.is_floating_point() or tensor.is_complex():
                 self.alone[layer].add(leaf, measured(records[leaf].tensor(), tensor))
+                if leaf in own and own[leaf].shape == tensor.shape:
+                    inherited = measured(tensor.detach().to("cpu"), own[leaf])
+                    self.inherited[layer].add(leaf, inherited)
             if not _same_bits(expected[leaf], tensor):
                 self._inexact.add(layer)
 
