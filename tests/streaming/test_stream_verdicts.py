@@ -189,3 +189,59 @@ def test_gradients(run: Run, tmp_path) -> None:
     assert first is not None and first.main is not None and first.main.port.startswith("grad")
     kept = [r for r in tap.open(tmp_path / "b").records if r.stored]
     assert {r.port for r in kept} >= {"grad_output", "grad_input"}
+
+
+def renamed(model: nn.Module, names: dict[str, str]) -> nn.Module:
+    """The same model whose parts go by other names; its forward finds them by the old ones."""
+    for module in list(model.modules()):
+        for old, new in names.items():
+            if old in module._modules:
+                inner = dict(module._modules)
+                module._modules.clear()
+                module._modules.update({new if k == old else k: v for k, v in inner.items()})
+                vars(module)[old] = inner[old]
+    return model
+
+
+def test_layers_by_other_names_are_paired_by_their_place(run: Run) -> None:
+    ids, bug = make_inputs(), next(bug for bug in BUGS if bug.name == "2 % gain")
+    reference = run(make_model(), ids, layers="all", inputs=True)
+    other = renamed(plant(make_model(), bug), {"blocks": "layers", "attention": "attn"})
+    live = run(other, ids, layers="all", inputs=True, against=reference.path, stop=True)
+    first = live.comparison.first_divergence
+    assert first is not None and first.layer == bug.layer
+    assert first.matched_by == "structure" and live.comparison.warnings == ()
+    assert live.stopped == bug.layer.replace("blocks", "layers").replace("attention", "attn")
+
+
+class Chain(nn.Module):
+    """Layers of one type, which nothing but their names tells apart."""
+
+    def __init__(self, names: list[str], gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name in names:
+            self.add_module(name, nn.Linear(8, 8))
+        self.add_module("last", nn.Linear(8, 4))
+        with torch.no_grad():
+            self.get_submodule(names[0]).weight.mul_(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+def test_few_pairs_are_a_warning_and_do_not_stop_the_model(run: Run) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    reference = run(Chain(list("abcdef")), x, layers="leaves")
+    live = run(Chain(list("uvwxyz"), 1.1), x, layers="leaves", against=reference.path, stop=True)
+    assert live.comparison.counts["missing"] == 12
+    (warning,) = live.comparison.warnings
+    assert "Only 1 of 7 layers pair" in warning and "--map" in warning
+    assert live.stopped is None and any("not stopped" in note for note in live.notes)
+    pairs = [f"{a}=>{b}" for a, b in zip("abcdef", "uvwxyz", strict=True)]
+    live = run(
+        Chain(list("uvwxyz"), 1.1), x, layers="leaves", against=reference.path, stop=True, map=pairs
+    )
+    assert live.stopped == "u" and live.comparison.warnings == ()

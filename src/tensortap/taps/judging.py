@@ -49,6 +49,7 @@ class Judge(Protocol):
 
     reference: str
     divergence: Divergence | None  # the first, once there is one
+    sure: bool  # that it is the first: from `begin` on, whether most layers have a partner
 
     def begin(
         self, candidate: Recording, slots: Sequence[Slot], layers: Collection[str], rank: int

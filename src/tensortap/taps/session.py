@@ -213,6 +213,12 @@ class Recorder:
         if self._judge is not None:
             candidate = reader.Recording(open_store(self.path), manifest, [], [])
             self._judge.begin(candidate, self.tap.slots, _layers_of(self.model), _rank())
+            if self._stop and not self._judge.sure:
+                self._stop = False
+                self.tap.notes.append(
+                    "The model was not stopped at the first divergence: so few layers pair with "
+                    "one of the reference that it may lie in another. Pair them with --map."
+                )
         self._writer = Writer(
             self.path,
             manifest,

@@ -44,17 +44,18 @@ def concluded(
     partners: Mapping[str, str],
     unasked: Collection[str],
     stopped: Divergence | None,
+    few_of: int | None,
 ) -> Comparison:
     """The comparison of what was heard (name and type, in order) with the reference.
 
-    Layers that the model has and nobody listened to are not missing, and no rows.
+    Layers that the model has and nobody listened to are not missing, and no rows. `few_of` is how
+    many layers could have a partner, where few of them have one.
     """
     reference = terms.reference
     rows = list(_rows(terms, sums, heard, partners, stopped))
     listed = [row for row in rows if row.candidate_layer is not None or row.layer not in unasked]
     left_out, rows = len(rows) - len(listed), listed
     check_compared(reference, candidate, rows)
-    paired = [LayerPair(None, None, total.matched_by) for total in sums.values()]
     same, about_inputs = inputs_of(same_input(reference, candidate), rows)
     if stopped is not None and same is False:
         same = None  # the batches that were not run are no other inputs
@@ -73,7 +74,8 @@ def concluded(
         floor=floor_words(terms.floor, terms.work, rows),
         preset=terms.preset,
         warnings=(
-            *warnings_of(reference, candidate, same, list(sums), paired),
+            *warnings_of(reference, candidate, same, [], []),
+            *([] if few_of is None else [_few(len(partners), few_of)]),
             *third_warnings(reference, terms.floor_run, "floor"),
         ),
         notes=(
@@ -82,6 +84,15 @@ def concluded(
             *([f"{left_out} layers of the reference were not listened to."] if left_out else []),
             *notes_of(reference, candidate, terms.floor, conditions, rows),
         ),
+    )
+
+
+def _few(paired: int, total: int) -> str:
+    return (
+        f"Only {paired} of {total} layers pair with one of the reference by name or place: what "
+        "is called the first divergence may lie behind a layer that has no partner. Pair layers by "
+        "hand with --map 'regex=>template', or find where to look with --coarse, which also pairs "
+        "by values."
     )
 
 

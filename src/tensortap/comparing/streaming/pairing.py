@@ -1,7 +1,7 @@
-"""Which layer of the reference a running layer is compared with: by names alone.
+"""Which layer of the reference a running layer is compared with: by names and where it stands.
 
-What `align` does from structure and content needs both runs whole; while one of them runs, there
-are the user's maps, equal names and normalised names.
+What `align` does from content needs both runs whole; while one of them runs, there are the user's
+maps, equal names, normalised names, and the tree that the names span.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ...recording.store import open_store
 from ...taps.sink import Slot
 from ..names import by_map, by_name, by_normalised_name
 from .live import live_layer
+from .trees import by_tree
 
 __all__ = ["pair_names"]
 
@@ -60,15 +61,23 @@ def pair_names(
             {name: candidate[name].type for name in right},
         )
         found.update((a, (b, "normalised")) for a, b in normal.items())
+    if free() and others():
+        known = {ours: theirs for ours, (theirs, _) in found.items()}
+        alike = by_tree(_types(reference), _types(candidate), known)
+        found.update((a, (b, "structure")) for a, b in alike.items())
     if not found:
         raise ComparisonError(
             f"None of the {len(slots)} layers that are listened to is in the reference "
-            f"{reference.path} by name: it has {_some(reference.layers)}, the model "
+            f"{reference.path} by name or place: it has {_some(reference.layers)}, the model "
             f"{_some(candidate.layers)}. Select layers that the reference has, or name pairs with "
-            "--map 'regex=>template'; layers that pair by structure alone need two recordings and "
+            "--map 'regex=>template'; layers that pair by values alone need two recordings and "
             "tensortap compare."
         )
     return {theirs: (ours, how) for ours, (theirs, how) in found.items()}
+
+
+def _types(recording: Recording) -> dict[str, str]:
+    return {name: recording[name].type for name in recording.layers}
 
 
 def _some(names: Sequence[str]) -> str:

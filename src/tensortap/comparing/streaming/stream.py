@@ -35,6 +35,7 @@ from .places import check_place
 __all__ = ["Stream"]
 
 _FORWARD = frozenset(("input", "output"))
+_FEW = 0.5  # of the layers: where fewer pair, the first divergence may be in another
 _MEASURED = 256
 _JUDGED = 1 << 16
 
@@ -61,6 +62,8 @@ class Stream:
         check_place(path, reference=self._reference, floor=self._floor)
         self.reference = self._reference.path
         self.divergence: Divergence | None = None
+        self.sure = True
+        self._total = 0
         self._rules = [rules] if isinstance(rules, str) else list(rules)
         self._maps = [map] if isinstance(map, str) else list(map)
         self._preset, self._preset_rule = preset, preset_of(preset)
@@ -84,6 +87,9 @@ class Stream:
         self._rank = rank
         paired = {ours for ours, _ in self._partners.values()}
         self._unasked = frozenset(layers) - self._kinds.keys() - paired
+        asked = [name for name in self._reference.layers if name not in self._unasked]
+        self._total = min(len(slots), len(asked))
+        self.sure = len(paired) >= _FEW * self._total
         names = [ours for ours, _ in self._partners.values()]
         rules = parse_rules(self._rules, names)
         check_third(self._reference, candidate, self._floor, "floor")
@@ -138,6 +144,7 @@ class Stream:
             {name: ours for name, (ours, _) in self._partners.items()},
             self._unasked,
             self.divergence if stopped else None,
+            None if self.sure else self._total,
         )
         return self._with_causes(found, candidate)
 
