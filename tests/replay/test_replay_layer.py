@@ -321,3 +321,56 @@ class TestTrouble:
             tap.replay(tmp_path / "run", "layer", model, X)
         assert tap.replay(tmp_path / "run", "layer", model, [X, X]).moments == 2
         assert tap.replay(tmp_path / "run", "layer", model, X, batch=0).moments == 1
+
+
+class Remembering(Scaled):
+    """Keeps a state in a buffer over batches, and takes a number that no recording holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * scale * self.calls
+
+
+def test_a_state_goes_on_from_batch_to_batch(tmp_path: Path) -> None:
+    model, batches = Around(Remembering(), 3.0), [X, X + 1, X - 1]
+    with tap.record(copy.deepcopy(model), tmp_path / "run", layers="all", inputs=True) as rec:
+        for batch in batches:
+            rec.run(batch)
+            rec.step()
+    target = tap.Target(model, batches)
+    whole = tap.replay(tmp_path / "run", "layer", target)
+    assert whole.how == "inside" and whole.moments == 3
+    assert whole.verdict == "identical"
+    assert tap.replay(tmp_path / "run", "layer", target, batch=2).verdict == "identical"
+    assert model.layer.calls == 0
+
+
+def test_calls_of_which_there_are_no_tensors_are_left_out(tmp_path: Path) -> None:
+    def record(name: str, gain: float, **options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        model = Around(nn.Linear(8, 8))
+        steps: list[int] = []
+
+        def late(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            steps.append(1)
+            return output * gain if len(steps) == 2 else output
+
+        model.layer.register_forward_hook(late)
+        with tap.record(model, tmp_path / name, layers="all", inputs=True, **options) as rec:
+            for _ in range(3):
+                model(X)
+                rec.step()
+        return model
+
+    good = record("a", 1.0)
+    record("b", 1.5, against=tmp_path / "a")
+    found = tap.replay(tmp_path / "b", "layer", good)
+    assert found.verdict == "diverged" and found.moments == 1
+    assert any("2 calls are summaries alone" in note for note in found.notes)
+    assert tap.replay(tmp_path / "b", "layer", good, batch=1).moments == 1
+    with pytest.raises(RecordingError, match=r"made against .*a, and keeps what differs"):
+        tap.replay(tmp_path / "b", "layer", good, batch=0)

@@ -70,7 +70,7 @@ def replay(
             f"A replay needs a torch.nn.Module whose layers can be called, got {type(net)}."
         )
     site = live_layer(net, recorded.name)
-    calls = recorded_calls(recording, recorded, epoch=epoch, batch=batch, call=call)
+    calls, left = recorded_calls(recording, recorded, epoch=epoch, batch=batch, call=call)
     precisions = precisions_of(recording, site.module)
     stage = _Stage(net, target, site, calls, Precisions.of(recording, net, site.module), precisions)
     how, played, parts, notes = stage.play()
@@ -96,7 +96,7 @@ def replay(
         layer=recorded.name,
         row=row,
         how=how,
-        notes=(*notes, *_said(site, played)),
+        notes=(*notes, *_left_out(left), *_said(site, played)),
         _to_script=bind(write_script, story),
     )
 
@@ -223,6 +223,11 @@ def _casts(played: Sequence[Played]) -> list[tuple[str, str]]:
         if leaf in one.inputs
     }
     return sorted((ours, theirs) for ours, theirs in found if ours != theirs)
+
+
+def _left_out(calls: int) -> list[str]:
+    some = "1 call is" if calls == 1 else f"{calls} calls are"
+    return [f"{some} summaries alone in the recording: not run again."] if calls else []
 
 
 def _said(site: Site, played: Sequence[Played]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -34,10 +35,15 @@ def recorded_calls(
     epoch: int | None = None,
     batch: int | None = None,
     call: int | None = None,
-) -> list[RecordedCall]:
-    """The calls of a layer that can be run again, in order; why not, where there are none."""
+) -> tuple[list[RecordedCall], int]:
+    """The calls of a layer that can be run again, in order, and how many are summaries alone.
+
+    Where there are none, why not. A recording that was made against another holds tensors only of
+    what differed.
+    """
     _check_ports(recording, layer)
     records = choose_records(layer.records, epoch=epoch, batch=batch, call=call)
+    _check_stored(recording, layer, records)
     steps = {step: number for number, step in enumerate(recording.steps)}
     found: dict[Moment, RecordedCall] = {}
     for record in records:
@@ -48,18 +54,21 @@ def recorded_calls(
         here = found.setdefault(moment, RecordedCall(moment, step))
         (here.inputs if record.port == "input" else here.outputs)[record.leaf] = record
     whole = [one for one in found.values() if one.inputs and one.outputs]
-    if not whole:
+    stored = [one for one in whole if _stored(one)]
+    if not stored:
         raise OptionError(
-            f"No call of layer '{layer.name}' in {recording.path} has both its inputs and its "
-            "outputs."
+            f"No call of layer '{layer.name or '(root)'}' in {recording.path} that was asked for "
+            f"has both its inputs and its outputs as tensors. {_again(recording, layer)}"
         )
-    return whole
+    return stored, len(whole) - len(stored)
+
+
+def _stored(call: RecordedCall) -> bool:
+    return all(record.stored for port in (call.inputs, call.outputs) for record in port.values())
 
 
 def _check_ports(recording: Recording, layer: Layer) -> None:
-    spec = recording.manifest.target.get("spec") or "TARGET"
     name = layer.name or "(root)"
-    again = f"tensortap record {spec} -o DIR --inputs --layers '{layer.name or 'all'}'"
     for port in ("input", "output"):
         there = [record for record in layer.records if record.port == port]
         if not there and port in (recording.manifest.selection.get("ports") or ()):
@@ -70,13 +79,30 @@ def _check_ports(recording: Recording, layer: Layer) -> None:
         if not there:
             raise RecordingError(
                 f"The recording {recording.path} has no {port}s of layer '{name}', which a replay "
-                f"needs. Record them: {again}"
+                f"needs. {_again(recording, layer)}"
             )
-        if not all(record.stored for record in there):
+
+
+def _check_stored(recording: Recording, layer: Layer, records: Sequence[Record]) -> None:
+    """Refuse what no call has a tensor of, with the reason that the recording gives."""
+    selection = recording.manifest.selection
+    keep = selection.get("keep")
+    why = f"--keep {keep}" if keep in ("summary", "sketch") else "nothing differed there"
+    if selection.get("against") and keep not in ("summary", "sketch"):
+        why = f"it was made against {selection['against']}, and keeps what differs"
+    for port in ("input", "output"):
+        there = [record for record in records if record.port == port]
+        if there and not any(record.stored for record in there):
             raise RecordingError(
-                f"The recording {recording.path} has the {port}s of layer '{name}' as summaries "
-                f"alone (--keep summary), which no layer can be run on. Record again: {again}"
+                f"The recording {recording.path} has the {port}s of layer "
+                f"'{layer.name or '(root)'}' as summaries alone ({why}), which no layer can be run "
+                f"on. {_again(recording, layer)}"
             )
+
+
+def _again(recording: Recording, layer: Layer) -> str:
+    spec = recording.manifest.target.get("spec") or "TARGET"
+    return f"Record them: tensortap record {spec} -o DIR --inputs --layers '{layer.name or 'all'}'"
 
 
 def live_layer(model: nn.Module, name: str) -> Site:

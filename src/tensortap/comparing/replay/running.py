@@ -155,7 +155,11 @@ def _kinds(
 def run_inside(
     target: Target, module: nn.Module, name: str, calls: Sequence[RecordedCall]
 ) -> list[Played]:
-    """Run the whole model, with the recorded tensors put at every wanted call of the layer."""
+    """Run the whole model, with the recorded tensors put at every wanted call of the layer.
+
+    Batches run one behind the other from the first on, as they did when they were recorded: what a
+    model keeps from one to the next is then what it was.
+    """
     last = max(call.step for call in calls)
     if last >= len(target.batches):
         raise TargetError(
@@ -164,9 +168,10 @@ def run_inside(
             "target as many inputs as were recorded."
         )
     played: list[Played] = []
-    for step in dict.fromkeys(call.step for call in calls):
-        here = {call.moment[2]: call for call in calls if call.step == step}
-        played += _play_inside(target, module, name, step, here)
+    with unchanged(target.model), torch.compiler.set_stance("force_eager"):
+        for step in range(last + 1):
+            here = {call.moment[2]: call for call in calls if call.step == step}
+            played += _play_inside(target, module, name, step, here)
     return played
 
 
@@ -197,20 +202,19 @@ def _play_inside(
         if found is not None:
             played.append(Played(*found, dict(_outputs(output))))
 
-    with unchanged(target.model), torch.compiler.set_stance("force_eager"):
-        handles = (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        )
-        try:
-            target(copy.deepcopy(target.batches[step]))
-        except TapError:
-            raise
-        except Exception as error:  # whatever a user's model raises
-            raise model_failed(error, step) from error
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    )
+    try:
+        target(copy.deepcopy(target.batches[step]))
+    except TapError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        raise model_failed(error, step) from error
+    finally:
+        for handle in handles:
+            handle.remove()
     if len(played) < len(calls):
         raise TargetError(
             f"Layer '{name}' was called {counter['calls']} times when the target ran its batch "
