@@ -107,9 +107,36 @@ def test_nothing_but_nan() -> None:
 @pytest.mark.parametrize("size", [1e-300, 1e-200, 1e-30, 1e30, 1e150, 1e250, 1e307])
 def test_very_small_and_very_large_values(size: float) -> None:
     reference = values(0, 4, 16).double() * size
-    found = checked(explain(reference, 1.5 * reference))
-    if 1e-140 < size < 1e140:
-        assert found[0].text == "output = 1.5 x reference"
+    (found,) = checked(explain(reference, 1.5 * reference))
+    assert found.text == "output = 1.5 x reference"
+    assert explain(reference, reference.clone()) == ()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1e200, 1e307])
+def test_what_is_said_of_such_values_is_in_their_unit(size: float) -> None:
+    reference = values(0, 4, 16).double() * size
+    (found,) = checked(explain(reference, reference + 0.25 * size))
+    assert (found.kind, found.details["shift"]) == ("shift", pytest.approx(0.25 * size))
+    (found,) = checked(explain(reference, reference.clamp(max=0.5 * size)))
+    assert (found.kind, found.details["high"]) == ("saturation", 0.5 * size)
+    bias = values(1, 16).double() * size
+    (found,) = checked(explain(reference, reference + bias))
+    assert found.details["constants"] == pytest.approx(bias.tolist(), rel=1e-6)
+    (found,) = checked(explain(reference, values(2, 4, 16).double() * size))
+    assert "relative size 1" in found.text
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_error_beyond_all_measure() -> None:
+    reference = values(0, 4, 16).double()
+    (found,) = checked(explain(reference, reference + 1e308 * values(1, 4, 16).double().tanh()))
+    assert found.kind == "noise"
+    assert "reference is zero" not in found.text
+    candidate = reference * 1e200
+    candidate[0, 3] = math.nan
+    found = checked(explain(reference * 1e200, candidate * 1.25))[1]
+    assert found.text == "output = 1.25 x reference"
 
 
 def test_a_reference_of_zeros() -> None:

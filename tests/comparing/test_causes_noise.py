@@ -147,3 +147,50 @@ def test_a_real_cause_beats_the_format_of_the_candidate() -> None:
     candidate = (1.05 * reference).bfloat16()
     (cause,) = explain(reference, candidate, floor=2e-3)
     assert cause.text.startswith("output = 1.05 x reference")
+
+
+SMALL = [(8,), (64,), (3, 2), (4, 4), (64, 2), (8, 16), (128, 1), (2, 5, 8), (2, 8, 16), (1, 1, 64)]
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_noise_beside_zeros_has_no_place(shape: tuple[int, ...]) -> None:
+    zeros = torch.zeros(shape)
+    found = [kinds(zeros, values(seed, *shape)) for seed in range(60)]
+    assert found == [["noise"]] * 60
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_heavy_noise_has_hardly_ever_a_place(shape: tuple[int, ...]) -> None:
+    found = [
+        kinds(reference, reference + 0.1 * values(seed + 1000, *shape) ** 3)
+        for seed in range(60)
+        for reference in (values(seed, *shape), values(seed, *shape).relu())
+    ]
+    assert sum(kind != ["noise"] for kind in found) <= 4
+
+
+def test_tokens_beside_zeros_that_are_right_are_left_out() -> None:
+    zeros = torch.zeros(8, 16)
+    for left in (0.0, 1e-4):
+        candidate = values(0, 8, 16)
+        candidate[:5] *= left
+        reference = torch.ones(8, 16) if left == 0 else zeros
+        (cause,) = explain(reference, reference + candidate)
+        assert cause.text == "tokens from 5 on (of 8)"
+
+
+@pytest.mark.parametrize("shape", [(64,), (16,), (8, 16), (128, 1), (2, 24, 64)], ids=str)
+def test_what_lies_close_together_lies_on_no_grid(shape: tuple[int, ...]) -> None:
+    for seed in range(20):
+        for reference in (torch.ones(shape), -3 * torch.ones(shape), values(7, *shape).sign()):
+            found = kinds(reference, reference + 1e-6 * values(seed, *shape))
+            assert "grid" not in found
+
+
+def test_unrelated_tensors_of_other_means_are_no_shift() -> None:
+    for seed in range(10):
+        for shape in ((16,), (8, 16), (2, 24, 64)):
+            reference = 100 + values(seed, *shape)
+            assert kinds(reference, values(seed + 100, *shape)) == ["noise"]
+    assert kinds(100 + values(0, 8, 16), 50 + values(0, 8, 16)) == ["shift"]
+    assert kinds(torch.ones(8, 16), 1.5 + 1e-3 * values(0, 8, 16))[0] in ("shift", "factor")

@@ -31,15 +31,22 @@ def factor(pairs: Pairs) -> Fit | None:
     return Fit("factor", rest, adjusted, text, 1.0, _SIMPLE, details={"factor": a})
 
 
-def _believed(rest: float, pairs: Pairs) -> float:
-    """What a factor leaves of the error or of the candidate, whichever is more.
+def _believed(rest: float, pairs: Pairs, s: Sums | None = None) -> float:
+    """What is left of the error, of the candidate, or of what varies in it, whichever is most.
 
     A candidate that has nothing to do with the reference is best fitted by a factor near zero,
-    which takes the reference out of the difference and explains nothing.
+    which takes the reference out of the difference and explains nothing; and a factor or a constant
+    brings the means of two tensors together that have nothing else in common. Where the reference
+    does not vary (at the places of `s`), there is nothing that they could have but a size.
     """
-    t = pairs.total
+    t, s = pairs.total, pairs.total if s is None else s
+    size, n = float(t.rr[0]), s.n.clip(1)
     own = float(t.rr[0] + 2 * t.dr[0] + t.dd[0])
-    return max(rest, rest * pairs.energy / own) if own > 0 else rest
+    left = max(0.0, rest * pairs.energy - pairs.floor**2 * size)  # rounding follows the size
+    varied = float((s.rr - s.r**2 / n).clip(0).sum())
+    moves = float((s.rr + 2 * s.dr + s.dd - (s.r + s.d) ** 2 / n).clip(0).sum())
+    found = max(rest, rest * pairs.energy / own) if own > 0 else rest
+    return max(found, left / moves) if varied > 0.05 * left and moves > 0 else found
 
 
 def _sign_of_all(pairs: Pairs) -> Fit:
@@ -54,11 +61,11 @@ def shift(pairs: Pairs) -> Fit | None:
         return None
     left, b = _least(t.dd, t.d, t.n)
     rest = float(left[0]) / pairs.energy
-    value = float(b[0])
+    value = pairs.natural(float(b[0]))
     sign = "+" if value >= 0 else "-"
     text = f"output = reference {sign} {number_words(abs(value))}"
     details = {"shift": value}
-    adjusted = pairs.adjusted(rest, t.chance_of_constants())
+    adjusted = pairs.adjusted(_believed(rest, pairs), t.chance_of_constants())
     return Fit("shift", rest, adjusted, text, 1.0, _SIMPLE, details=details)
 
 
@@ -72,7 +79,7 @@ def affine(pairs: Pairs) -> Fit | None:
     if not spread > 1e-12 * rr:
         return None
     gain = (dr - d * r / n) / spread
-    b = (d - gain * r) / n
+    b = pairs.natural((d - gain * r) / n)
     rest = max(0.0, dd - d * d / n - gain * gain * spread) / dd
     sign = "+" if b >= 0 else "-"
     text = f"output = {factor_words(1 + gain)} x reference {sign} {number_words(abs(b))}"
@@ -98,7 +105,7 @@ def signs(pairs: Pairs, axis: int) -> Fit | None:
     if not negated.any() or negated.all():
         return None
     rest = np.where(negated, s.dd + 4 * s.dr + 4 * s.rr, s.dd).clip(0).sum() / pairs.energy
-    places = [int(place) + pairs.starts[axis] for place in np.flatnonzero(negated)]
+    places = [pairs.place(axis, int(place)) for place in np.flatnonzero(negated)]
     name = pairs.axes[axis]
     many = "s" if len(places) > 1 else ""
     text = f"{name}{many} {ranges(places)} (of {pairs.sizes[axis]}) with the sign turned"
@@ -114,8 +121,9 @@ def bias(pairs: Pairs) -> list[Fit]:
         if len(s.n) < 2 or pairs.energy <= 0:
             continue
         left, b = _least(s.dd, s.d, s.n)
+        b = pairs.naturals(b)
         rest = float(left.sum()) / pairs.energy
-        adjusted = pairs.adjusted(rest, s.chance_of_constants())
+        adjusted = pairs.adjusted(_believed(rest, pairs, s), s.chance_of_constants())
         if adjusted > _CONSTANTS + pairs.noise:
             continue
         name = pairs.axes[axis]

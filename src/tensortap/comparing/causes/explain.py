@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from torch import Tensor
 
 from ...numerics.pairs import check_pair
@@ -44,6 +45,13 @@ def explain(
     check_pair(reference, candidate)
     if not reference.numel():
         return ()
+    with np.errstate(all="ignore"):
+        return _explained(reference, candidate, floor, input)
+
+
+def _explained(
+    reference: Tensor, candidate: Tensor, floor: float, input: Tensor | None
+) -> tuple[Cause, ...]:
     floor = floor if math.isfinite(floor) and floor > 0 else 0.0
     pairs, found = prepared(reference, candidate, floor, input)
     odd = not_finite(pairs, found)
@@ -85,7 +93,7 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
     """A region, and what was done to it where that can be said."""
     fit = region_fit(region)
     part = _part(pairs, region)
-    if part is None or part.count < 4 or not part.energy > 0:
+    if part.count < 4 or not part.energy > 0:
         return fit
     options = [made for one in (factor, shift, saturation, affine) if (made := one(part))]
     good = [
@@ -104,21 +112,9 @@ def _inside(pairs: Pairs, region: Region) -> Fit:
     return replace(made, text=f"{fit.text}: {best.text}").with_details(within=within)
 
 
-def _part(pairs: Pairs, region: Region) -> Pairs | None:
-    """The pairs of a region, as far as they are in the sample."""
-    if region.rows:
-        return None if pairs.sampled else pairs.at_rows(region.rows)
-    places: list[tuple[int, ...] | None] = []
-    for axis, chosen in enumerate(region.places):
-        if chosen is None:
-            places.append(None)
-            continue
-        start, length = pairs.starts[axis], pairs.shape[axis]
-        here = tuple(place - start for place in chosen if 0 <= place - start < length)
-        if not here:
-            return None
-        places.append(here)
-    return pairs.within(places)
+def _part(pairs: Pairs, region: Region) -> Pairs:
+    """The pairs of a region."""
+    return pairs.at_rows(region.rows) if region.rows else pairs.within(region.places)
 
 
 def _chosen(fits: Sequence[Fit], pairs: Pairs) -> list[Fit]:

@@ -68,11 +68,12 @@ def saturation(pairs: Pairs) -> Fit | None:
         return None
     reference, candidate = pairs.reference, pairs.candidate
     low, high = (float(level) for level in torch.aminmax(candidate))
-    upper = _clamped(reference > high, candidate, high)
-    lower = _clamped(reference < low, candidate, low)
+    upper = _clamped(reference > high, candidate, high, pairs)
+    lower = _clamped(reference < low, candidate, low, pairs)
     if not upper and not lower:
         return None
     left = pairs.left(reference.clamp(low if lower else None, high if upper else None))
+    low, high = pairs.natural(low), pairs.natural(high)
     details = {
         "low": low if lower else None,
         "high": high if upper else None,
@@ -82,13 +83,13 @@ def saturation(pairs: Pairs) -> Fit | None:
     return Fit("saturation", left, left, text, 1.3, _LEFT, details=details)
 
 
-def _clamped(beyond: Tensor, candidate: Tensor, level: float) -> int:
+def _clamped(beyond: Tensor, candidate: Tensor, level: float, pairs: Pairs) -> int:
     """How many values stand at a level; 0 unless nearly all that would be beyond it are there."""
     count = int(beyond.sum())
     if not count:
         return 0
     there = int((candidate[beyond] == level).sum())
-    enough = 1 if abs(level) in _MAXIMA else 2
+    enough = 1 if abs(pairs.natural(level)) in _MAXIMA else 2
     return there if there >= enough and there >= 0.9 * count else 0
 
 
@@ -108,8 +109,8 @@ def _levels(low: float | None, high: float | None) -> str:
 
 def rounding(pairs: Pairs) -> Fit | None:
     """The candidate holds values of a narrower format, which the reference does not."""
-    if pairs.energy <= 0:
-        return None
+    if pairs.energy <= 0 or pairs.exponent:
+        return None  # no format but float64 reaches so far
     own = torch.finfo(pairs.dtypes[0]).eps / 2 if pairs.dtypes[0].is_floating_point else 0.0
     for form in _FORMATS:
         if form.unit <= own:

@@ -26,6 +26,7 @@ _TOLERANCE = 0.01  # of a step
 _BITS = 24.0  # evidence that is asked for, beyond the choice of a scale
 _LEFT = 0.1
 _UNSURE = 0.05
+_TINY = 1e-3  # of the squared error that a grid's steps make
 # The coarser first: its significands are some of the other's.
 _FLOAT8 = {"float8_e5m2": (4, torch.float8_e5m2), "float8_e4m3fn": (8, torch.float8_e4m3fn)}
 
@@ -104,7 +105,8 @@ def _integers(groups: Tensor, unit: float) -> _Found | None:
     steps = _steps(shares, unit)
     if float((steps == 0).double().mean()) > 0.02:
         return None
-    evidence = _evidence(shares * steps.clamp_min(1)[:, None], shares, unit)
+    scaled = shares * steps.clamp_min(1)[:, None]
+    evidence = _evidence(scaled, scaled.round(), unit)
     if evidence < _BITS + len(groups) * math.log2(_MOST_STEPS):
         return None
     most = int(steps.max())
@@ -148,8 +150,10 @@ def _floats(groups: Tensor, unit: float) -> _Found | None:
         assert fitting is not None
         if float((fitting == 0).double().mean()) > 0.02:
             continue
-        fraction = torch.frexp(groups / peak * fitting[:, None])[0] * (2 * parts)
-        if _evidence(fraction, groups / peak, unit) < _BITS + len(groups) * math.log2(parts):
+        fraction, power = torch.frexp(groups / peak * fitting[:, None])
+        fraction = fraction * (2 * parts)
+        points = torch.ldexp(fraction.round(), power)
+        if _evidence(fraction, points, unit) < _BITS + len(groups) * math.log2(parts):
             continue
         most = float(fitting.max())
         largest = torch.finfo(dtype).max
@@ -173,10 +177,18 @@ def _whole(scaled: Tensor, unit: float) -> Tensor:
     return (scaled - scaled.round()).abs() <= _tolerance(scaled, unit)
 
 
-def _evidence(scaled: Tensor, shares: Tensor, unit: float) -> float:
-    """How many bits of chance it took for all to be whole; zeros and the largest tell nothing."""
-    telling = (shares != 0) & (shares.abs() < 1 - 4 * unit)
-    chance = (2 * _tolerance(scaled, unit)).clamp(max=1.0)
+def _evidence(scaled: Tensor, points: Tensor, unit: float) -> float:
+    """How many bits of chance it took for all to be whole.
+
+    Each point of a group's grid tells once: values that lie close together lie at one point of any
+    grid. Zeros and the point of the largest value tell nothing.
+    """
+    points, order = points.sort(1)
+    fresh = torch.ones_like(points, dtype=torch.bool)
+    fresh[:, 1:] = points[:, 1:] != points[:, :-1]
+    sizes = points.abs()
+    telling = fresh & (sizes != 0) & (sizes < sizes.amax(1, keepdim=True))
+    chance = (2 * _tolerance(scaled.gather(1, order), unit)).clamp(max=1.0)
     return float((-torch.log2(chance) * telling).sum())
 
 
@@ -198,7 +210,7 @@ def _fitted(pairs: Pairs, found: _Found, name: str, axis: int | None) -> Fit:
         most = torch.finfo(found.dtype).max
         rounded = reference.clamp(-most, most).to(found.dtype).to(torch.float64)
     left = pairs.left((rounded * safe).reshape(pairs.shape))
-    shown = float(scale) if axis is None else None
+    shown = pairs.natural(float(scale)) if axis is None else None
     words = f"a scale for {name}" if shown is None else f"one scale ({number_words(shown)})"
     details = {"format": found.name, "per": name.split()[-1], "scale": shown, "steps": found.steps}
     cost = 1.4 if axis is None else 2.0
@@ -209,5 +221,7 @@ def _fitted(pairs: Pairs, found: _Found, name: str, axis: int | None) -> Fit:
     step = scale if found.dtype is None else 2.0**-3 * flat.abs()
     expected = float((step.square() / 12 * torch.ones_like(flat)).sum())
     rest = max(_UNSURE, 1 - min(1.0, 4 * expected / pairs.energy))
+    if pairs.energy < _TINY * expected:
+        rest = 1.0  # such steps would have made much more
     text = f"the candidate's values lie on a grid of {found.name} with {words}"
     return Fit("grid", rest, rest, text, cost + 0.5, 0.5, details=details)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .fits import Fit
-from .pairs import Pairs
+from .pairs import Pairs, Whole
 
 __all__ = ["offset", "offset_of_added", "transpose"]
 
@@ -24,6 +24,7 @@ _THIN = 1 << 14
 _LEFT = 0.1
 _MOST_OFFSET = 64
 _MOST_HEADS = 128
+_MOST_AXES = 6  # of more, only neighbours are exchanged
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def transpose(pairs: Pairs) -> Fit | None:
 class _Probes:
     """Places drawn from all of a tensor, and what both sides hold there."""
 
-    def __init__(self, sides: tuple[Tensor, Tensor], most: int) -> None:
-        self.reference, candidate = sides
+    def __init__(self, sides: Whole, most: int) -> None:
+        self.reference, candidate = sides[:2]
         count = candidate.numel()
         generator = torch.Generator().manual_seed(0)
         self.places = (
@@ -104,7 +105,7 @@ def _readings(shape: tuple[int, ...]) -> Iterator[_Reading]:
     axes = len(shape)
     for a in range(axes):
         for b in range(a + 1, axes):
-            if shape[a] > 1 and shape[b] > 1:
+            if shape[a] > 1 and shape[b] > 1 and (axes <= _MOST_AXES or b == a + 1):
                 order = list(range(axes))
                 order[a], order[b] = b, a
                 words = f"axes {a} and {b} exchanged"
@@ -132,11 +133,15 @@ def _readings(shape: tuple[int, ...]) -> Iterator[_Reading]:
 
 def offset(pairs: Pairs) -> Fit | None:
     """Tokens off by k: the candidate's token t is the reference's token t - k."""
+    pairs = pairs.with_all_of(len(pairs.shape) - 2)
     return _offset(pairs, pairs.reference, pairs.candidate, "output")
 
 
 def offset_of_added(pairs: Pairs) -> Fit | None:
     """The same of what the layer adds to its input, as positions are added."""
+    if pairs.input is None:
+        return None
+    pairs = pairs.with_all_of(len(pairs.shape) - 2)
     if pairs.input is None:
         return None
     return _offset(
@@ -147,7 +152,7 @@ def offset_of_added(pairs: Pairs) -> Fit | None:
 def _offset(pairs: Pairs, reference: Tensor, candidate: Tensor, what: str) -> Fit | None:
     axis = len(pairs.shape) - 2
     size = pairs.shape[axis]
-    if size < 3 or pairs.energy <= 0 or pairs.axes[axis] != "token":
+    if size < 3 or size < pairs.sizes[axis] or not pairs.energy > 0 or pairs.axes[axis] != "token":
         return None
     best: tuple[float, int] | None = None
     a, b, finite = (_thinned(t, axis) for t in (reference, candidate, pairs.finite))

@@ -22,7 +22,9 @@ _UNEVEN = 0.5  # of the squared error in a tenth of the places
 def noise(pairs: Pairs, found: Profile) -> Cause:
     """Nothing fits: how large the error is, and how it is spread."""
     size = math.sqrt(_ratio(found.tokens))
-    about = f"relative size {size:.2g}" if math.isfinite(size) else "where the reference is zero"
+    zero = not bool(pairs.reference.any())
+    beside = "where the reference is zero" if zero else "beyond all measure of the reference"
+    about = f"relative size {size:.2g}" if math.isfinite(size) else beside
     if pairs.floor > 0 and size <= pairs.floor:
         text = (
             f"nothing simple fits, and the error ({size:.2g}) is no larger than rounding explains "
@@ -92,8 +94,8 @@ def _kinds(pairs: Pairs) -> tuple[str, str]:
     nan = int((candidate.isnan() & ~reference.isnan()).sum())
     infinite = candidate.isinf() & good
     names = [*(["NaN"] if nan else []), *(["Inf"] if bool(infinite.any()) else [])]
-    about = ""
-    if bool(infinite.any()) and bool((reference[infinite].abs() >= 65504).all()):
+    about, most = "", float(np.ldexp(65504.0, -pairs.exponent))
+    if bool(infinite.any()) and bool((reference[infinite].abs() >= most).all()):
         about = ": all where the reference is beyond 65504, the maximum of float16"
     what = f"{' and '.join(names)} in the candidate" if names else "NaN or Inf on one side"
     return what, about

@@ -69,6 +69,7 @@ def _blocks(side: Tensor, blocks: int) -> Tensor:
 
 def _order(pairs: Pairs, axis: int) -> Fit | None:
     """The places of an axis in another order."""
+    pairs = pairs.with_all_of(axis)
     size = pairs.shape[axis]
     if size < 2 or size != pairs.sizes[axis] or pairs.energy <= 0:
         return None

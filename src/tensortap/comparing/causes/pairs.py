@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor
 
 from ...numerics.profile import Profile, profile
 from .fits import Floats
+from .sample import LIMIT, Places, chosen, exponent_of, limited, scaled, taken
 
-__all__ = ["LIMIT", "Pairs", "Sums", "prepared"]
+__all__ = ["Pairs", "Sums", "prepared"]
 
-LIMIT = 1 << 20  # elements that are looked at one by one
 _MOST_CHANCE = 0.9
+_FEW = 16  # elements; of so few a number takes much by chance
+Whole = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Sums(NamedTuple):
@@ -51,9 +53,10 @@ class Sums(NamedTuple):
 class Pairs:
     """Both sides of one shape, at least two axes, values that are not finite set to zero.
 
-    `axes` are the names of the axes, `starts` and `sizes` say which part of the whole is here.
+    `axes` are the names of the axes, `places` and `sizes` say which part of the whole is here.
     `floor` is the relative error that rounding explains; `raw` are both sides with what is not
-    finite in them, where there is any. `whole` are both sides as they were given.
+    finite in them, where there is any. `whole` are both sides and the input as they were given, and
+    `found` their profile. All values are times 2^-exponent: `natural` gives them back.
     """
 
     reference: Tensor
@@ -62,12 +65,14 @@ class Pairs:
     finite: Tensor | None
     input: Tensor | None
     axes: tuple[str, ...]
-    starts: tuple[int, ...]
+    places: Places
     sizes: tuple[int, ...]
     floor: float
     dtypes: tuple[torch.dtype, torch.dtype]
+    exponent: int = 0
     raw: tuple[Tensor, Tensor] | None = None
-    whole: tuple[Tensor, Tensor] | None = None
+    whole: Whole | None = None
+    found: Profile | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,6 +85,34 @@ class Pairs:
     @property
     def sampled(self) -> bool:
         return self.shape != self.sizes
+
+    def natural(self, value: float) -> float:
+        """A fitted value in the unit of the tensors."""
+        return float(self.naturals(np.float64(value)))
+
+    def naturals(self, values: Any) -> Any:
+        """The same of many; the largest number stands for what is beyond it."""
+        if not self.exponent:
+            return values
+        most = torch.finfo(torch.float64).max
+        return np.clip(np.ldexp(values, self.exponent), -most, most)
+
+    def place(self, axis: int, index: int) -> int:
+        """Where in the whole a place of an axis stands."""
+        some = self.places[axis]
+        return index if some is None else int(some[index])
+
+    def with_all_of(self, axis: int) -> Pairs:
+        """Another part, in which no place of an axis is missing; the same where it is too long."""
+        if self.places[axis] is None or self.found is None or self.sizes[axis] > LIMIT:
+            return self
+        places = chosen(self.sizes, self.found, axis)
+        return self._at(places)
+
+    def _at(self, places: Places) -> Pairs:
+        """The pairs of the whole at some places."""
+        assert self.whole is not None
+        return replace(self, places=places, **_values(self.whole, places))
 
     @cached_property
     def _sums(self) -> tuple[Floats, Floats]:
@@ -144,11 +177,17 @@ class Pairs:
 
     def along(self, axis: int) -> Sums:
         """The sums of each place of one axis."""
-        last = len(self.shape) - 1
-        if axis % len(self.shape) == last:
-            return Sums(*self._columns)
-        others = tuple(1 + a for a in range(last) if a != axis)
-        return Sums(*self._rows.sum(others))
+        return self._along[axis]
+
+    @cached_property
+    def _along(self) -> list[Sums]:
+        """Of each axis. From the first on, what is in front is summed once."""
+        found, rest = [], self._rows.reshape(7, -1)
+        for size in self.shape[:-1]:
+            here = rest.reshape(7, size, -1)
+            found.append(Sums(*here.sum(2)))
+            rest = here.sum(1)
+        return [*found, Sums(*self._columns)]
 
     def left(self, changed: Tensor) -> float:
         """The part of the squared error that is left when the reference is changed to this."""
@@ -168,53 +207,31 @@ class Pairs:
             return 1.0
         if share > 0.5 + 1e-9:
             return left if left < 1e-6 else 1.0
-        return min(1.0, left / (1 - share))
+        return min(1.0, left / (1 - share) * (1 + _FEW / self.count))
 
     def within(self, places: Sequence[Sequence[int] | None]) -> Pairs:
-        """The pairs at some places of each axis; None stands for all."""
+        """The pairs at some places of each axis of the whole, None stands for all; for themselves.
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            for axis, chosen in enumerate(places):
-                if tensor is not None and chosen is not None:
-                    tensor = tensor.index_select(axis, torch.as_tensor(list(chosen)))
-            return tensor
-
-        reference, candidate = cut(self.reference), cut(self.candidate)
-        difference = cut(self.difference)
-        assert reference is not None and candidate is not None and difference is not None
-        return replace(
-            self,
-            reference=reference,
-            candidate=candidate,
-            difference=difference,
-            finite=cut(self.finite),
-            input=cut(self.input),
-            starts=(0,) * len(self.shape),
-            sizes=tuple(reference.shape),
-        )
+        Of what is too much, places are left out.
+        """
+        assert self.whole is not None
+        return self._alone(self.whole, limited(places, self.sizes), self.axes)
 
     def at_rows(self, rows: Sequence[Sequence[int]]) -> Pairs:
         """The pairs of some rows, each given by its place in all axes but the last."""
-        flat = [int(np.ravel_multi_index(tuple(row), self.shape[:-1])) for row in rows]
+        assert self.whole is not None
+        index = tuple(torch.as_tensor(some) for some in zip(*rows, strict=True))
+        reference, candidate, given = self.whole
+        sides = (reference[index], candidate[index], None if given is None else given[index])
+        every = (range(len(rows)), None)
+        places = limited(every, (len(rows), self.sizes[-1]))
+        return self._alone(sides, places, ("token", "channel"))
 
-        def as_rows(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.reshape(-1, self.shape[-1])
-
-        reference, candidate = as_rows(self.reference), as_rows(self.candidate)
-        difference = as_rows(self.difference)
-        assert reference is not None and candidate is not None and difference is not None
-        made = replace(
-            self,
-            reference=reference,
-            candidate=candidate,
-            difference=difference,
-            finite=as_rows(self.finite),
-            input=as_rows(self.input),
-            axes=("token", "channel"),
-            starts=(0, 0),
-            sizes=tuple(reference.shape),
-        )
-        return made.within((flat, None))
+    def _alone(self, whole: Whole, places: Places, axes: tuple[str, ...]) -> Pairs:
+        made = _values(whole, places)
+        sizes = tuple(made["reference"].shape)
+        every = (None,) * len(sizes)
+        return replace(self, axes=axes, places=every, sizes=sizes, whole=None, found=None, **made)
 
 
 def prepared(
@@ -231,35 +248,47 @@ def prepared(
     while reference.dim() < 2:
         reference, candidate = reference.unsqueeze(0), candidate.unsqueeze(0)
         given = None if given is None else given.unsqueeze(0)
+    exponent = exponent_of(reference, candidate)
+    reference, candidate = (scaled(side, exponent) for side in (reference, candidate))
+    given = None if given is None else scaled(given, exponent)
     found = profile(reference, candidate)
     assert found is not None
     sizes = tuple(reference.shape)
     axes = (*names, *_names(len(sizes) - len(names)))
-    window = _window(sizes, found)
-    sides = [_window_of(side, window) for side in (reference, candidate)]
-    finite = torch.isfinite(sides[0]) & torch.isfinite(sides[1])
-    whole = bool(finite.all())
-    raw = None if whole else (sides[0], sides[1])
-    if not whole:
-        sides = [torch.where(finite, side, 0.0) for side in sides]
-    other = None if given is None else _window_of(given, window)
-    if other is not None and not bool(torch.isfinite(other).all()):
-        other = None
+    places, whole = chosen(sizes, found), (reference, candidate, given)
     made = Pairs(
-        reference=sides[0],
-        candidate=sides[1],
-        difference=sides[1] - sides[0],
-        finite=None if whole else finite,
-        input=other,
         axes=axes,
-        starts=tuple(start for start, _ in window),
+        places=places,
         sizes=sizes,
         floor=floor,
         dtypes=dtypes,
-        raw=raw,
-        whole=(reference, candidate),
+        exponent=exponent,
+        whole=whole,
+        found=found,
+        **_values(whole, places),
     )
     return made, found
+
+
+def _values(whole: Whole, places: Places) -> dict[str, Any]:
+    """Both sides and the input at some places, ready for fitting."""
+    reference, candidate = (taken(side, places) for side in whole[:2])
+    finite = torch.isfinite(reference) & torch.isfinite(candidate)
+    raw = None
+    if not bool(finite.all()):
+        raw = (reference, candidate)
+        reference, candidate = (torch.where(finite, side, 0.0) for side in raw)
+    given = None if whole[2] is None else taken(whole[2], places)
+    if given is not None and not bool(torch.isfinite(given).all()):
+        given = None
+    return {
+        "reference": reference,
+        "candidate": candidate,
+        "difference": candidate - reference,
+        "finite": None if raw is None else finite,
+        "input": given,
+        "raw": raw,
+    }
 
 
 def _parts(tensor: Tensor) -> Tensor:
@@ -275,26 +304,3 @@ def _names(axes: int) -> tuple[str, ...]:
         return ("token", "channel")[-axes:]
     middle = ("head",) if axes == 4 else tuple(f"place of axis {a}" for a in range(1, axes - 2))
     return ("sample", *middle, "token", "channel")
-
-
-def _window(sizes: Sequence[int], found: Profile) -> list[tuple[int, int]]:
-    """A block of whole tokens around the worst place, of at most `LIMIT` elements."""
-    room, window = LIMIT, []
-    energy = found.tokens[:, 0].reshape(found.shape)
-    for axis, size in enumerate(sizes):
-        behind = math.prod(sizes[axis + 1 :])
-        length = min(size, max(1, room // max(1, behind)))
-        if axis == len(sizes) - 1:
-            worst = int(found.channels[:, 0].argmax())
-        else:
-            others = tuple(a for a in range(energy.ndim) if a != axis)
-            worst = int(energy.sum(others).argmax())
-        window.append((max(0, min(worst - length // 2, size - length)), length))
-        room //= length
-    return window
-
-
-def _window_of(tensor: Tensor, window: Sequence[tuple[int, int]]) -> Tensor:
-    for axis, (start, length) in enumerate(window):
-        tensor = tensor.narrow(axis, start, length)
-    return tensor.detach().cpu().to(torch.float64).contiguous()

@@ -10,12 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...numerics.profile import Profile
 from .fits import Fit, Floats, ranges
 from .pairs import Pairs
+from .sample import axis_sums
+
+Places = np.ndarray[Any, np.dtype[np.int64]]
 
 __all__ = ["Region", "region_fit", "regions"]
 
@@ -23,6 +27,8 @@ _SHARE = 0.9  # of the squared error, that a small part must hold
 _CLEAR = 1e-3  # of the error inside, squared and relative: what the rest may have where it is right
 _STRICT = 1e-6
 _FEW = 0.05  # of the places
+_ENOUGH = 16  # elements outside; fewer may be right by chance
+_MANY = 1024  # elements in all; of fewer a few may be large by chance
 _LONG = 1 << 16  # places; on a longer axis a quarter must hold the error, or none is sought
 _NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
 
@@ -74,13 +80,12 @@ def _sets(
     right to the last bit, or to rounding, is left out.
     """
     last, total = len(pairs.sizes) - 1, math.prod(pairs.sizes)
-    sums = []
-    for axis in range(last):
-        others = tuple(a for a in range(last) if a != axis)
-        sums.append((energy.sum(others), size.sum(others)))
+    sums: list[tuple[Floats, ...]] = [
+        tuple(axis_sums(part, found.shape, axis) for part in (energy, size)) for axis in range(last)
+    ]
     sums.append((found.channels[:, 0], found.channels[:, 1]))
     sets = [
-        _held(e, r, pairs.floor, _limit(total, e), ordered=name == "token")
+        _held(e, r, pairs.floor, _limit(total, e), total / len(e), ordered=name == "token")
         for (e, r), name in zip(sums, pairs.axes, strict=True)
     ]
     shares = {
@@ -93,7 +98,7 @@ def _sets(
         if axis != narrowest:
             e, r = sums[axis]
             ordered = pairs.axes[axis] == "token"
-            sets[axis] = _held(e, r, pairs.floor, _STRICT, ordered=ordered)
+            sets[axis] = _held(e, r, pairs.floor, _STRICT, total / len(e), ordered=ordered)
     return sets
 
 
@@ -149,46 +154,79 @@ def _share(
 
 
 def _held(
-    e: Floats, r: Floats, floor: float, limit: float, *, ordered: bool
+    e: Floats, r: Floats, floor: float, limit: float, each: float, *, ordered: bool
 ) -> tuple[int, ...] | None:
-    """The places that hold the error; None where they are all of them, or no clear part."""
-    alive = np.flatnonzero((r > 0) | (e > 0))
-    count, total = len(alive), float(e.sum())
+    """The places that hold the error; None where they are all of them, or no clear part.
+
+    `each` is how many elements a place has: few of them are small together by chance, so the fewer
+    are left outside, or are there at all, the less error they may have.
+    """
+    living = (r > 0) | (e > 0)
+    count, total = int(living.sum()), float(e.sum())
     if count < 2 or not total > 0:
         return None
     if count > _LONG and _top_quarter(e) < _SHARE * total:
         return None
-    order = alive[np.argsort(-e[alive], kind="stable")]
+    wrong = np.flatnonzero(e > 0)
+    order = wrong[np.argsort(-e[wrong], kind="stable")]
     held = np.cumsum(e[order]) / total
     first = int(np.searchsorted(held, _SHARE))
-    last = min(count - 2, int(np.searchsorted(held, 1 - 1e-12)))
+    last = min(count - 2, int(np.searchsorted(held, 1 - 1e-12)), len(order) - 1)
     if first > last:
         return None
     # The largest step down among the places that could be the last one inside.
-    steps = np.log(e[order[first : last + 2]] + 1e-300)
+    steps = np.log(np.append(e[order], 0.0)[first : last + 2] + 1e-300)
     number = first + int(np.argmax(steps[:-1] - steps[1:])) + 1
-    chosen, rest = np.sort(order[:number]), np.sort(order[number:])
-    size = r[chosen].sum()
-    inside = e[chosen].sum() / size if size > 0 else math.inf
-    outside = e[rest].sum() / r[rest].sum() if r[rest].sum() > 0 else 0.0
-    if float(r[rest].sum()) == 0 and float(e[rest].sum()) == 0:
+    chosen = np.sort(order[:number])
+    absolute, relative = _contrasts(e, r, chosen, count)
+    if absolute is None or absolute > 100 * _CLEAR * min(1.0, count * each / _MANY):
         return None
-    clear = outside <= max(limit * inside, min((2 * floor) ** 2, 50 * limit * inside))
-    alone = outside <= 100 * limit * inside
-    positions = np.searchsorted(alive, chosen)
-    run = int(positions[-1] - positions[0]) + 1 == number
-    end = run and (positions[0] == 0 or positions[-1] == count - 1)
+    limit *= min(1.0, ((count - number) * each / _ENOUGH) ** 4)
+    rounded = min((2 * floor) ** 2 / relative.inside, 50 * limit) if relative.inside > 0 else 0.0
+    clear = relative.ratio <= max(limit, rounded)
+    alone = relative.ratio <= 100 * _CLEAR * min(1.0, count * each / _MANY)
+    before = int(living[: chosen[0]].sum())
+    run = int(living[chosen[0] : chosen[-1] + 1].sum()) == number
+    end = run and (before == 0 or before + number == count)
     few = number <= max(_FEW * count, min(_NOTEWORTHY, count // 4))
     right = (few and alone) or (
         clear and ((ordered and end) or (run and number <= count // 2) or number <= count // 4)
     )
-    return tuple(int(place) for place in chosen) if right else None
+    return tuple(chosen.tolist()) if right else None
+
+
+class _Contrast(NamedTuple):
+    """How large the squared error is inside, beside the values; and outside, as part of that."""
+
+    inside: float
+    ratio: float
+
+
+def _contrasts(e: Floats, r: Floats, chosen: Places, count: int) -> tuple[float | None, _Contrast]:
+    """The error of a place outside as part of one inside: as it is, and beside the values.
+
+    Where the values of a side are zero there is nothing to set it beside. None where all that is
+    outside is zero on both sides: that is not right, but dead.
+    """
+    others = np.ones(len(e), dtype=bool)
+    others[chosen] = False
+    inside, outside = float(e[chosen].sum()), float(e[others].sum())
+    size, other = float(r[chosen].sum()), float(r[others].sum())
+    if other <= 0 and outside <= 0:
+        return None, _Contrast(0.0, 1.0)
+    absolute = outside / (count - len(chosen)) / (inside / len(chosen))
+    if size > 0 and other > 0:
+        return absolute, _Contrast(inside / size, outside / other / (inside / size))
+    return absolute, _Contrast(0.0, absolute)
 
 
 def _top_quarter(e: Floats) -> float:
     """What the quarter of the places with the largest errors holds."""
-    rest = len(e) - len(e) // 4
-    return float(np.partition(e, rest)[rest:].sum())
+    wrong = e[e > 0]
+    most = len(e) // 4
+    if len(wrong) <= most:
+        return float(wrong.sum())
+    return float(np.partition(wrong, len(wrong) - most)[len(wrong) - most :].sum())
 
 
 def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
@@ -196,7 +234,7 @@ def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:
     if sum(extent > 1 for extent in energy.shape) < 2:
         return None
     flat, limit = energy.reshape(-1), _limit(math.prod(pairs.sizes), energy)
-    chosen = _held(flat, size.reshape(-1), pairs.floor, limit, ordered=False)
+    chosen = _held(flat, size.reshape(-1), pairs.floor, limit, pairs.sizes[-1], ordered=False)
     if chosen is None or len(chosen) > _NOTEWORTHY:
         return None
     share = float(energy.reshape(-1)[list(chosen)].sum() / energy.sum())
