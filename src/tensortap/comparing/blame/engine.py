@@ -263,8 +263,8 @@ class _Work:
                 calls += 1
             if calls != self.stage.calls[name] and calls:
                 self.warnings.append(
-                    f"'{name}' ran {self.stage.calls[name]} times in the candidate and {calls} "
-                    "times in the reference."
+                    f"'{name}' ran {_times(self.stage.calls[name])} in the candidate and "
+                    f"{_times(calls)} in the reference."
                 )
                 break
         misfits = [where for where in self.stage.problems if where not in self.trace.fitting]
@@ -469,7 +469,7 @@ class _Work:
         """The innermost layer around the chain that makes the error in its own code."""
         looked = []
         for name in ancestors(self.chain, self.kept):
-            row = self.row(name)
+            (row,) = against_peers([self.row(name)], self.unit, self.usual)
             looked.append(row)
             if row.share >= LEAST and row.clear:
                 return row, looked
@@ -644,6 +644,10 @@ def _precision(model: nn.Module) -> str | None:
 
 def _bisect_limit(blocks: int) -> int:
     return math.ceil(math.log2(max(2, blocks))) + 4
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _more(names: Sequence[object]) -> str:

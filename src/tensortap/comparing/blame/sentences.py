@@ -96,7 +96,7 @@ def _outside(blame: Blame) -> str:
         (blame.behind, f"behind {name_of(last)}"),
         (
             blame.beside,
-            "beside the layers, by what the model itself hands them (masks, positions)",
+            "beside the layers, by what the model itself does or hands them (masks, positions)",
         ),
     ):
         if share >= LEAST:

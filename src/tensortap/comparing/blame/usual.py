@@ -15,7 +15,6 @@ from torch import nn
 from ...selection.sites import is_leaf
 from ..judge import AGAINST_ESTIMATE
 from ..precision import estimated_floor
-from .levels import contains
 from .results import BlamedLayer
 from .trace import Trace
 
@@ -49,7 +48,7 @@ class UsualError:
                 self._clear.add(name)
 
     def __call__(self, row: BlamedLayer) -> float:
-        others = [n for n in self._made if not contains(row.layer, n)]
+        others = [n for n in self._made if n != row.layer]
         erring = [
             self._made[n] for n in others if n in self._clear and math.isfinite(self._made[n])
         ]
