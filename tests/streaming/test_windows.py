@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,3 +157,59 @@ def test_a_sketch_that_lies_is_refused(run: Run, tmp_path) -> None:
     file.write_bytes(wrong)
     with pytest.raises(tap.TapError, match="its sketches have shape"):
         tap.open(recorder.path)
+
+
+class Decoding(nn.Module):
+    """Runs its layers again and again on what came out, as generation does."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(16, 16) for _ in range(3))
+        self.gain = gain
+
+        def late(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            return output if len(args[0]) > 1 else output * self.gain
+
+        self.second.register_forward_hook(late)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.third(self.second(self.first(x).tanh()).tanh())[-1:]
+        return x
+
+
+def test_a_layer_that_is_called_often_is_judged_call_by_call(tmp_path: Path) -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), tap.record(Decoding(), tmp_path / "a", layers="all") as rec:
+        rec.run(x)
+    window = tap.find_window(Decoding(1.5), x, against=tmp_path / "a")
+    assert window.sure and window.layers == ("second",)
+    assert (window.good, window.bad) == ("first", "second")
+
+
+class Doubling(nn.Module):
+    """Goes wrong in its own forward, behind all of its layers."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.extra = nn.Identity() if gain != 1 else None
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x))
+        return x if self.extra is None else self.extra(x) * self.gain
+
+
+@pytest.mark.parametrize("keep", ["tensors", "sketch"])
+def test_the_root_may_be_the_window(keep: Any, tmp_path: Path) -> None:
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
+    options = {"layers": "all", "target": {"command": "tensortap record x.py:build"}}
+    with torch.no_grad(), tap.record(Doubling(), tmp_path / "a", keep=keep, **options) as rec:
+        rec.run(x)
+    window = tap.find_window(Doubling(1.5), x, against=tmp_path / "a")
+    assert window.layers == ("extra", "") and window.bad == ""
+    assert "and '(root)', the first that is surely bad" in window.sentence
+    assert window.command is not None and window.command.endswith(" --layers '' --inputs")

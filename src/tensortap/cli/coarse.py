@@ -61,7 +61,7 @@ def _narrowed(settings: Settings, window: Window, judged: bool) -> Settings:
     """The settings of the second run: the window alone, in full."""
     settings = replace(
         settings,
-        layers=tuple(name for name in window.layers if name) or ("all",),
+        layers=window.layers,
         inputs=True,
         keep="tensors",
         full=True,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import OptionError, TapError
-from ...recording.reader import Recording
+from ...recording.reader import Layer, Recording
 from ...recording.reader import open as open_recording
 from ...taps.isolation import unchanged
 from ...targets import Target
@@ -26,7 +26,8 @@ from ..checks import Run, check_paired, opened
 from ..compare import Work
 from ..floor import Floor
 from ..judge import AGAINST_ESTIMATE
-from ..results import Comparison, LayerComparison
+from ..results import Comparison, LayerComparison, Moment
+from ..sentences import name_of
 from ..sites import SitePairer
 from .places import check_place, same_place
 from .sketches import by_samples, by_summaries, has_samples
@@ -34,7 +35,6 @@ from .sketches import by_samples, by_summaries, has_samples
 __all__ = ["Window", "find_window"]
 
 _SURE = 2.0  # times the limit of the judge: beyond, no bad luck with the sample explains it
-_Step = tuple[int, int]
 State = Literal["good", "bad", "unclear"]
 
 
@@ -66,10 +66,13 @@ class Window:
         seen = len(self.comparison.layers)
         if not self.layers:
             return f"Nothing is suspect: {seen} layers agree with the reference in their samples."
-        start = "the start" if self.good is None else f"'{self.good}', the last that is surely good"
+        start = "the start"
+        if self.good is not None:
+            start = f"'{name_of(self.good)}', the last that is surely good"
         kind = "the first that is surely bad" if self.sure else "which is not surely good"
+        bad = name_of(self.bad or "")
         return (
-            f"The run goes wrong in batch {self.batch} between {start}, and '{self.bad}', {kind}: "
+            f"The run goes wrong in batch {self.batch} between {start}, and '{bad}', {kind}: "
             f"{len(self.layers)} {'layer' if len(self.layers) == 1 else 'layers'}."
         )
 
@@ -180,6 +183,7 @@ class _Search:
         self.pairs = {pair.candidate.name: pair for pair in paired if pair.candidate is not None}
         self.rows = {name: work.row(by_samples(pair)) for name, pair in self.pairs.items()}
         self.slim = {name: work.row(by_summaries(pair)) for name, pair in self.pairs.items()}
+        self.calls = {name: _ends(candidate[name]) for name in candidate.layers}
 
     def window(self) -> Window:
         sure = True
@@ -188,26 +192,23 @@ class _Search:
             sure, bad = False, self._first("unclear")
         if bad is None:
             return self._made(None, None, (), True, 0)
-        step, order, name = bad
-        last = order
+        order, moment, name = bad
+        step, last = moment[:2], order
         if not sure:  # all that is unclear in that step lies in the window
-            unclear = [n for n in self.rows if self._at(n, step) == "unclear"]
-            last, name = max((at, n) for n in unclear if (at := self._order(n, step)) is not None)
+            last, name = max(self._calls_in("unclear", step))
         goods = [
             (at, n)
-            for n in self.rows
-            if self._at(n, step) == "good"
-            and (at := self._order(n, step)) is not None
-            and at < order
-            and not self._doubtful(n, bad=name)
+            for at, n in self._calls_in("good", step)
+            if at < order and not self._doubtful(n, bad=name)
         ]
         start, good = max(goods, default=(-1, None))
         inside = [
             (at, n)
-            for n in self.candidate.layers
-            if (at := self._order(n, step)) is not None and start < at <= last
+            for n, calls in self.calls.items()
+            for m, at in calls.items()
+            if m[:2] == step and start < at <= last
         ]
-        names = tuple(n for _, n in sorted(inside))
+        names = tuple(dict.fromkeys(n for _, n in sorted(inside)))
         return self._made(good, name, names, sure, step[1])
 
     def _made(
@@ -227,20 +228,28 @@ class _Search:
 
     # What is known of a layer.
 
-    def _first(self, state: State) -> tuple[_Step, int, str] | None:
-        """The first layer in this state: step, order, name."""
-        found = []
-        for name in self.rows:
-            for step in self.candidate.steps:
-                order = self._order(name, step)
-                if order is not None and self._at(name, step) == state:
-                    found.append((step, order, name))
-                    break
+    def _first(self, state: State) -> tuple[int, Moment, str] | None:
+        """The first call in this state: when it ended, its moment, its layer."""
+        found = [
+            (order, moment, name)
+            for name in self.rows
+            for moment, order in self.calls[name].items()
+            if self._at(name, moment) == state
+        ]
         return min(found, default=None)
 
-    def _at(self, name: str, step: _Step) -> State:
-        """How sure it is that a layer is good, or bad, in a step: by samples and statistics."""
-        states = [_state(self.rows[name], step), _state(self.slim[name], step)]
+    def _calls_in(self, state: State, step: tuple[int, int]) -> list[tuple[int, str]]:
+        """All calls of a step in this state: when they ended, and of which layer."""
+        return [
+            (order, name)
+            for name in self.rows
+            for moment, order in self.calls[name].items()
+            if moment[:2] == step and self._at(name, moment) == state
+        ]
+
+    def _at(self, name: str, moment: Moment) -> State:
+        """How sure it is that one call of a layer is good, or bad: by samples and statistics."""
+        states = [_state(self.rows[name], moment), _state(self.slim[name], moment)]
         if "bad" in states:
             return "bad"
         return "good" if states == ["good", "good"] else "unclear"
@@ -259,21 +268,17 @@ class _Search:
         home = [block for block in blocks if _within(bad, block)]
         return any(_within(name, block) for block in home)
 
-    def _order(self, name: str, step: _Step) -> int | None:
-        """When a layer's first call in a step ended."""
-        orders = [
-            record.order
-            for record in self.candidate[name].records
-            if record.port == "output" and (record.epoch, record.batch) == step
-        ]
-        return min(orders, default=None)
-
     # What the reference lacks.
 
     def _named(self, name: str) -> str:
         """The reference's name for a layer; what it does not have is called as here."""
         pair = self.pairs.get(name)
         return name if pair is None or pair.reference is None else pair.reference.name
+
+    def _may_have(self, name: str) -> bool:
+        """Whether the reference's model has a layer, as far as its recording tells."""
+        whole = "all" in (self.reference.manifest.selection.get("layers") or ())
+        return name in self.pairs or not whole
 
     def _has_tensors(self, name: str) -> bool:
         pair = self.pairs.get(name)
@@ -291,7 +296,9 @@ class _Search:
             words += ["--mode", manifest.mode] if manifest.mode else []
             command = shlex.join(words)
         chosen: list[str] = []
-        for pattern in _patterns([self._named(n) for n in names], self.candidate.layers):
+        wanted = [self._named(name) for name in names if self._may_have(name)]
+        known = [self._named(name) for name in self.candidate.layers]
+        for pattern in _patterns(wanted, known):
             chosen += ["--layers", pattern]
         return f"{command} -o {shlex.quote(self.folder)} {shlex.join(chosen)} --inputs"
 
@@ -306,13 +313,23 @@ def _within(name: str, block: str) -> bool:
     return name == block or name.startswith(f"{block}.")
 
 
-def _state(row: LayerComparison, step: _Step) -> State:
+def _ends(layer: Layer) -> dict[Moment, int]:
+    """When each call of a layer ended, by its moment: a layer may be called often in a step."""
+    found: dict[Moment, int] = {}
+    for record in layer.records:
+        if record.port == "output":
+            moment = record.epoch, record.batch, record.call
+            found[moment] = min(record.order, found.get(moment, record.order))
+    return found
+
+
+def _state(row: LayerComparison, moment: Moment) -> State:
     part = row.main
     if row.verdict in ("identical", "within"):
         return "good"
     if part is None or row.verdict != "diverged":
         return "unclear"
-    if not any(moment[:2] == step for moment in part.diverged_at):
+    if moment not in part.diverged_at:
         return "good"
     found = part.difference
     if found is None or found.disagreeing or part.floor_ratio is None:
@@ -329,4 +346,4 @@ def _patterns(names: Sequence[str], known: Sequence[str]) -> list[str]:
     outer = [n for n in whole if not any(n.startswith(f"{other}.") for other in whole)]
     left = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in outer)]
     found = [pattern for name in outer for pattern in (name, f"{name}.**")]
-    return [*found, *(name for name in left if name)] or ["all"]
+    return [*found, *left] or ["all"]
