@@ -189,6 +189,12 @@ class SitePairer:
             if _cuts_padding(arrangement, transform)
         ]
         best = _clearest(guesses)
+        if best is not None and best.transform.crop:
+            # Samples that were divided otherwise at an earlier layer are no padding at this one.
+            for guess in guesses:
+                divided = guess.arrangement.pairs != plain.pairs and not guess.transform.crop
+                if divided and guess.kind in self._confirmed:
+                    return guess.site(self._confirmed[guess.kind]), len(options)
         if best is not None:
             if best.agreement.telling:
                 self._confirmed.setdefault(best.kind, layer)

@@ -30,7 +30,7 @@ from .shares import MOST_CALLS, Shares
 from .stage import Final, Put, WholeModel, measured, squares
 from .trace import Trace
 from .usual import UsualError
-from .verdict import LEAST, against_peers, stands_out
+from .verdict import LEAST, MOST, against_peers, stands_out
 
 __all__ = ["blame"]
 
@@ -455,7 +455,7 @@ class _Work:
             culprit, causes = found.culprit, found.causes
             self.notes += found.notes
         elif edges.most >= LEAST and (not bisect or self.stage.runs < self.limit):
-            culprit, more = self._around()
+            culprit, more = self._around(known)
             rows = [*rows, *more]
         return self._answer(rows, culprit=culprit, causes=causes, edges=edges, bisect=bisect)
 
@@ -465,13 +465,14 @@ class _Work:
             return True
         return math.sqrt(max(0.0, row.share)) * self.final_error * AGAINST_FLOOR > self.final_floor
 
-    def _around(self) -> tuple[BlamedLayer | None, list[BlamedLayer]]:
+    def _around(self, known: Sequence[BlamedLayer]) -> tuple[BlamedLayer | None, list[BlamedLayer]]:
         """The innermost layer around the chain that makes the error in its own code."""
         looked = []
         for name in ancestors(self.chain, self.kept):
             (row,) = against_peers([self.row(name)], self.unit, self.usual)
             looked.append(row)
-            if row.share >= LEAST and row.clear:
+            inner = sum(other.share for other in known if contains(name, other.layer))
+            if LEAST <= row.share <= MOST and row.share - inner >= LEAST and row.clear:
                 return row, looked
         return None, looked
 
