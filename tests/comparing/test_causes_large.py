@@ -97,18 +97,7 @@ def test_a_few_clamped_values_and_a_nan_are_in_the_part() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (_MOST,),
-        (_MOST, 1),
-        (1, _MOST),
-        (1, _MOST, 1),
-        (2048, 1, 2048),
-        (_MOST // 2, 2),
-        (2,) * 22,
-        (1 << 17, 32),
-    ],
-    ids=str,
+    "shape", [(_MOST,), (_MOST, 1), (2048, 1, 2048), (_MOST // 2, 2), (2,) * 22], ids=str
 )
 def test_time_is_bounded(shape: tuple[int, ...]) -> None:
     reference, noise = values(0, *shape), values(1, *shape)
@@ -117,8 +106,16 @@ def test_time_is_bounded(shape: tuple[int, ...]) -> None:
     half = torch.where(
         torch.arange(_MOST).reshape(shape) > _MOST // 2, reference + noise, reference
     )
-    explain(reference[:1], reference[:1] + 1)  # all is loaded
-    for candidate in (reference + 0.01 * noise, one, half, noise):
+    explain(values(0, 64, 32), values(1, 64, 32))  # all is loaded
+    for candidate in (reference + 0.01 * noise, one, half):
         start = time.process_time()
         explain(reference, candidate)
         assert time.process_time() - start < 2.5  # half of it, where nothing else runs
+
+
+def test_a_half_of_a_long_axis() -> None:
+    reference, noise = values(0, _MOST // 2), values(1, _MOST // 2)
+    candidate = torch.where(torch.arange(_MOST // 2) >= _MOST // 4, reference + noise, reference)
+    (found,) = explain(reference, candidate)
+    assert found.kind == "channels"
+    assert found.details["places"][1][0] == _MOST // 4

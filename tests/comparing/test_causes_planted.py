@@ -444,3 +444,20 @@ def test_orders_of_many_channels() -> None:
     found = best(reference, reference[:, order])
     assert (found.kind, found.explains) == ("permutation", 1.0)
     assert found.details["order"] == order[:256].tolist()
+
+
+def test_the_fewest_numbers_are_said() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(2, 3, 8, 8, generator=generator)
+    found = best(reference, reference * (1 + torch.randn(1, 3, 1, 1, generator=generator)))
+    assert (found.kind, found.details["count"]) == ("factors", 3)
+    found = best(reference, reference * (1 + torch.randn(2, 3, 8, 1, generator=generator)))
+    assert (found.kind, found.details["count"]) == ("factors", 48)
+
+
+def test_words_of_levels() -> None:
+    reference = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    found = best(reference, torch.full_like(reference, 3))
+    assert found.text == "the candidate is 3 everywhere"
+    found = best(6e4 * reference, (6e4 * reference).clamp(-65504, 65504))
+    assert found.text == "candidate clamped at ±65504, the maximum of float16"

@@ -105,6 +105,8 @@ def signs(pairs: Pairs, axis: int) -> Fit | None:
     if not negated.any() or negated.all():
         return None
     rest = np.where(negated, s.dd + 4 * s.dr + 4 * s.rr, s.dd).clip(0).sum() / pairs.energy
+    if rest > _SIMPLE + pairs.noise:
+        return None
     places = [pairs.place(axis, int(place)) for place in np.flatnonzero(negated)]
     name = pairs.axes[axis]
     many = "s" if len(places) > 1 else ""
@@ -146,7 +148,14 @@ def factors(pairs: Pairs) -> list[Fit]:
             found.append(_factors(pairs, pairs.along(axis), name))
     if len(pairs.rows().n) > 1:
         found.append(_factors(pairs, pairs.rows(), "token"))
-    return [fit for fit in found if fit is not None]
+    good = [fit for fit in found if fit is not None]
+    return [fit for fit in good if not any(_fewer(other, fit) for other in good)]
+
+
+def _fewer(other: Fit, fit: Fit) -> bool:
+    """Whether the other says about the same with fewer numbers."""
+    fewer = 2 * other.details["count"] <= fit.details["count"]
+    return bool(fewer and other.adjusted <= 1.5 * fit.adjusted + 1e-6)
 
 
 def _factors(pairs: Pairs, s: Sums, name: str) -> Fit | None:

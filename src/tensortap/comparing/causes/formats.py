@@ -79,6 +79,9 @@ def saturation(pairs: Pairs) -> Fit | None:
         "high": high if upper else None,
         "clamped": upper + lower,
     }
+    if low == high:
+        text = f"the candidate is {number_words(low)} everywhere"
+        return Fit("saturation", left, left, text, 1.3, _LEFT, details=details)
     text = f"candidate clamped {_levels(low if lower else None, high if upper else None)}"
     return Fit("saturation", left, left, text, 1.3, _LEFT, details=details)
 
@@ -98,12 +101,13 @@ def _levels(low: float | None, high: float | None) -> str:
     names = {_MAXIMA.get(abs(level)) for level in levels}
     name = names.pop() if len(names) == 1 else None
     about = f", the maximum of {name}" if name else ""
+    words = "{:.0f}".format if name else number_words
     if low is None or high is None:
         side = "from below at" if high is None else "at"
         zero = ", as by a ReLU" if high is None and levels[0] == 0 else ""
-        return f"{side} {number_words(levels[0])}{about}{zero}"
+        return f"{side} {words(levels[0])}{about}{zero}"
     if math.isclose(-low, high, rel_tol=1e-6):
-        return f"at ±{number_words(high)}{about}"
+        return f"at ±{words(high)}{about}"
     return f"between {number_words(low)} and {number_words(high)}"
 
 

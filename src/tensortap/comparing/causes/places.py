@@ -165,19 +165,10 @@ def _held(
     count, total = int(living.sum()), float(e.sum())
     if count < 2 or not total > 0:
         return None
-    if count > _LONG and _top_quarter(e) < _SHARE * total:
+    chosen = _by_step(e, count)
+    if chosen is None:
         return None
-    wrong = np.flatnonzero(e > 0)
-    order = wrong[np.argsort(-e[wrong], kind="stable")]
-    held = np.cumsum(e[order]) / total
-    first = int(np.searchsorted(held, _SHARE))
-    last = min(count - 2, int(np.searchsorted(held, 1 - 1e-12)), len(order) - 1)
-    if first > last:
-        return None
-    # The largest step down among the places that could be the last one inside.
-    steps = np.log(np.append(e[order], 0.0)[first : last + 2] + 1e-300)
-    number = first + int(np.argmax(steps[:-1] - steps[1:])) + 1
-    chosen = np.sort(order[:number])
+    number = len(chosen)
     absolute, relative = _contrasts(e, r, chosen, count)
     if absolute is None or absolute > 100 * _CLEAR * min(1.0, count * each / _MANY):
         return None
@@ -193,6 +184,30 @@ def _held(
         clear and ((ordered and end) or (run and number <= count // 2) or number <= count // 4)
     )
     return tuple(chosen.tolist()) if right else None
+
+
+def _by_step(e: Floats, count: int) -> Places | None:
+    """The worst places, up to the largest step down among those that could be the last inside.
+
+    On a long axis they are all that are wrong, if these are a run, or are among the worst quarter.
+    """
+    total, wrong = float(e.sum()), np.flatnonzero(e > 0)
+    if count > _LONG:
+        if len(wrong) < count and wrong[-1] - wrong[0] + 1 == len(wrong):
+            return wrong
+        if len(wrong) > count // 4:
+            least = np.partition(e[wrong], len(wrong) - count // 4)[len(wrong) - count // 4]
+            wrong = np.flatnonzero(e >= least)
+            if float(e[wrong].sum()) < _SHARE * total:
+                return None
+    order = wrong[np.argsort(-e[wrong], kind="stable")]
+    held = np.cumsum(e[order]) / total
+    first = int(np.searchsorted(held, _SHARE))
+    last = min(count - 2, int(np.searchsorted(held, 1 - 1e-12)), len(order) - 1)
+    if first > last:
+        return None
+    steps = np.log(np.append(e[order], 0.0)[first : last + 2] + 1e-300)
+    return np.sort(order[: first + int(np.argmax(steps[:-1] - steps[1:])) + 1])
 
 
 class _Contrast(NamedTuple):
@@ -218,15 +233,6 @@ def _contrasts(e: Floats, r: Floats, chosen: Places, count: int) -> tuple[float 
     if size > 0 and other > 0:
         return absolute, _Contrast(inside / size, outside / other / (inside / size))
     return absolute, _Contrast(0.0, absolute)
-
-
-def _top_quarter(e: Floats) -> float:
-    """What the quarter of the places with the largest errors holds."""
-    wrong = e[e > 0]
-    most = len(e) // 4
-    if len(wrong) <= most:
-        return float(wrong.sum())
-    return float(np.partition(wrong, len(wrong) - most)[len(wrong) - most :].sum())
 
 
 def _rows(pairs: Pairs, energy: Floats, size: Floats) -> Region | None:

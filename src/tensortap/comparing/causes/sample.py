@@ -113,5 +113,6 @@ def taken(side: Tensor, places: Places) -> Tensor:
     for axis in sorted(cut, key=lambda axis: len(places[axis]) / side.shape[axis]):  # type: ignore[arg-type]
         some = places[axis]
         assert some is not None
-        side = side.index_select(axis, some.to(side.device))
+        # Not index_select: it copies the whole of a view whose elements are not in order.
+        side = side[(slice(None),) * axis + (some.to(side.device),)]
     return side.cpu().to(torch.float64).contiguous()
