@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/difference.py
 	$(BIN)/python benchmarks/comparing.py
 	$(BIN)/python benchmarks/recording.py
+	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/diagnosis.py
 
 # Remakes the pictures and the command reference under docs/.
