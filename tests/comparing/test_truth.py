@@ -223,3 +223,24 @@ def test_cast_inputs_are_no_other_inputs(recorded: Recorded) -> None:
     other = recorded(copy.deepcopy(model).double(), 2 * x.double(), inputs=True)
     told = tap.compare(bf16, fp32, truth=other).warnings
     assert any("was given other inputs" in text for text in told)
+
+
+@pytest.mark.parametrize("hole", [math.nan, math.inf])
+def test_a_truth_with_holes_measures_the_rest(hole: float, recorded: Recorded) -> None:
+    torch.manual_seed(0)
+    good, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    bad, true = copy.deepcopy(good), copy.deepcopy(good).double()
+    with torch.no_grad():
+        bad[0].weight.mul_(1.1)
+        true[0].bias[3] = hole
+        true[1].bias.fill_(hole)
+    runs = [recorded(good, x), recorded(bad, x), recorded(true, x.double())]
+    result = tap.compare(runs[0], runs[1], truth=runs[2])
+    first, second = result["0"], result["1"]
+    assert first.nearer == "reference"
+    assert first.reference_error < 1e-6 < first.candidate_error < 1
+    assert second.nearer is None and math.isnan(second.reference_error)
+    said = [text for text in result.warnings if "itself has NaN" in text]
+    first_hole = "0" if math.isnan(hole) else "1"  # infinity less infinity
+    assert len(said) == 1 and f"(first at {first_hole})" in said[0]
+    validate(result.to_dict(), "comparison")

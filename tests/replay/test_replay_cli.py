@@ -137,3 +137,45 @@ def test_the_ruler_on_the_command_line(run: Any, tmp_path: Path) -> None:
     assert rows["blocks.3"]["nearer"] is None
     text = run("compare", tmp_path / "bug", tmp_path / "fp32", "--truth", tmp_path / "fp64").out
     assert "nearer to truth" in text
+
+
+def test_a_script_that_cannot_be_written_does_not_take_the_verdict_along(
+    run: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "class Cache:\n"
+        "    seen = None\n"
+        "class Layer(torch.nn.Linear):\n"
+        "    def forward(self, x, cache):\n"
+        "        cache.seen = x if cache.seen is None else cache.seen + x\n"
+        "        return super().forward(cache.seen)\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, gain):\n"
+        "        super().__init__()\n"
+        "        torch.manual_seed(0)\n"
+        "        self.layer = Layer(4, 4)\n"
+        "        self.layer.weight.data.mul_(gain)\n"
+        "    def forward(self, x):\n"
+        "        return self.layer(x, Cache())\n"
+        "def build(gain: float = 1.0):\n"
+        "    return Net(gain), torch.ones(2, 4)\n"
+    )
+    spec = f"{tmp_path / 'own.py'}:build"
+    assert run("record", spec, "-o", tmp_path / "run", "--inputs").code == 0
+    words = ("replay", tmp_path / "run", "layer", spec, "--set", "gain=1.1")
+    done = run(*words, "--script", tmp_path / "bug.py", "--json")
+    assert done.code == 2
+    assert "cannot be written as a script" in done.err
+    data = json.loads(done.out)
+    assert data["verdict"] == "diverged" and data["script"] == []
+
+
+@pytest.mark.parametrize("name", ["torch.py", "safetensors.py", "json.py", "torch.bug.py"])
+def test_a_script_does_not_hide_what_it_imports(
+    run: Any, recording: Path, tmp_path: Path, name: str
+) -> None:
+    words = ("replay", recording, "blocks.4", "tensortap.demo:build", "--script", tmp_path / name)
+    done = run(*words)
+    assert done.code == 2 and not done.out
+    assert "would hide the module" in done.err

@@ -318,3 +318,16 @@ def test_hostile_names_stay_names(recorded: Recorded, tmp_path: Path) -> None:
     assert found.verdict == "identical"
     with pytest.raises(TargetError, match="a name that is none in Python"):
         found.to_script(tmp_path / "plain.py")
+
+
+def test_an_imaginary_part_counts(recorded: Recorded, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, dtype=torch.complex64))
+    run = recorded(model, X.to(torch.complex64), inputs=True)
+    with torch.no_grad():
+        model[0].bias += 1j
+    found = tap.replay(run, "0", model)
+    assert found.verdict == "diverged"
+    found.to_script(tmp_path / "imaginary.py")
+    code, errors, said = run_script(tmp_path / "imaginary.py")
+    assert code == 1 and "Warning" not in said
+    assert errors["output"] == pytest.approx(found.error, rel=1e-4)

@@ -72,6 +72,7 @@ def test_stop(folder: Path) -> None:
     out, err = call(folder, "record", BUILD, "-o", "stopped", *options, "--against", "fp32", code=1)
     data = json.loads(out)
     assert data["stopped_at"] == BUG
+    assert "inputs" not in [item["name"] for item in data["comparison"]["environment"]]
     assert data["comparison"]["first_divergence"]["layer"] == BUG
     assert "stopped at the first divergence" in err
     recording = tap.open(folder / "stopped")

@@ -43,8 +43,27 @@ def tied():
     model[1].weight = model[0].weight
     return model, torch.ones(1, 4)
 
-def taking(dtype=torch.float32):
-    return nn.Linear(4, 4).to(dtype), torch.ones(1, 4, dtype=dtype)
+def taking(dtype=torch.float32, device=torch.device("cpu")):
+    return nn.Linear(4, 4).to(device, dtype), torch.ones(1, 4, dtype=dtype, device=device)
+
+def ignoring(**options):
+    return build()
+
+def heeding(**options):
+    return nn.Linear(4, 4).to(getattr(torch, options["dtype"])), torch.ones(1, 4).double()
+
+class Table(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        self.table, self.tables = table, {"more": [table], "few": (table, 1)}
+        self.ids = torch.arange(4)
+
+    def forward(self, x):
+        return x @ self.table[self.ids] + self.tables["few"][0]
+
+def tables():
+    table = torch.eye(4)
+    return nn.Sequential(nn.Linear(4, 4), Table(table), Table(table)), torch.ones(4, 4)
 """
 
 
@@ -84,6 +103,29 @@ def test_a_function_that_takes_a_dtype_gets_it(spec: str) -> None:
     target = load_target(spec.replace("build", "taking"), {"dtype": torch.float64})
     assert target.model.weight.dtype == torch.float64
     assert not target.notes
+
+
+def test_a_default_is_as_good_as_an_annotation(spec: str) -> None:
+    options = {"dtype": "float64", "device": "cpu"}
+    target = load_target(spec.replace("build", "taking"), options)
+    assert target.model.weight.dtype == torch.float64
+    with pytest.raises(OptionError, match="no dtype that is known"):
+        load_target(spec.replace("build", "taking"), {"dtype": "wide"})
+
+
+def test_a_dtype_that_goes_into_options_is_not_lost(spec: str) -> None:
+    target = load_target(spec.replace("build", "ignoring"), {"dtype": "float64"})
+    assert {p.dtype for p in target.model.parameters()} == {torch.float64}
+    assert "leaves the dtype aside" in target.notes[0]
+    assert not load_target(spec.replace("build", "heeding"), {"dtype": "float64"}).notes
+    assert not load_target(spec.replace("build", "ignoring"), {"dtype": "a word of its own"}).notes
+
+
+def test_tables_that_are_no_buffers_are_cast(spec: str) -> None:
+    target = load_target(spec.replace("build", "tables"), {"dtype": "float64"})
+    assert target(target.batches[0]).dtype == torch.float64
+    first, second = target.model[1], target.model[2]
+    assert first.table is second.table and first.ids.dtype == torch.int64
 
 
 def test_tied_weights_stay_tied(spec: str) -> None:

@@ -102,12 +102,14 @@ def replay(
         print_replay(stdout(), found)
     print_notes(found.notes)
     files: list[Path] = []
-    if script is not None:
-        with redirect_stdout(sys.stderr):
-            files = found.to_script(script, overwrite=overwrite)
-        _say_files(files)
-    if json:
-        print_json({**found.to_dict(), "script": [str(file) for file in files]})
+    try:
+        if script is not None:
+            with redirect_stdout(sys.stderr):
+                files = found.to_script(script, overwrite=overwrite)
+            _say_files(files)
+    finally:  # the verdict stands, whether it could be written as a script or not
+        if json:
+            print_json({**found.to_dict(), "script": [str(file) for file in files]})
     if found.verdict not in ("identical", "within", "diverged"):
         return TROUBLE
     return DONE if found.same else DIFFERS

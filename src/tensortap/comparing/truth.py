@@ -17,6 +17,7 @@ from .align import LayerPair, align
 from .checks import third_warnings
 from .moments import MomentPair
 from .precision import precision_of, roundoff, unit_of
+from .sentences import name_of
 from .sites import SitePair, SitePairer
 from .transforms import Transform
 
@@ -68,6 +69,7 @@ class Truth:
         self._truth = truth
         self._sites: dict[tuple[str, str, str], _Site] = {}
         self._known: dict[object, Nearness] = {}
+        self._holes: dict[str, None] = {}  # the layers where the truth itself is not a number
         pairer = SitePairer(reference, truth)
         for pair in _paired(reference, truth, pairs, names):
             assert pair.reference is not None
@@ -91,6 +93,13 @@ class Truth:
         """That the truth saw other inputs, or is no more precise than what it is to measure."""
         others = third_warnings(self._sides["reference"], self._truth, "truth")
         others = [] if others and self._same_inputs() else others
+        if self._holes:
+            first = name_of(next(iter(self._holes)))
+            layers = "1 layer" if len(self._holes) == 1 else f"{len(self._holes)} layers"
+            others.append(
+                f"The truth {self.path} itself has NaN at {layers} (first at {first}): what is NaN "
+                "in it measures nothing."
+            )
         own = _precision(self._truth)
         found = {side: _precision(run) for side, run in self._sides.items()}
         alike = [s for s, name in found.items() if name and own and unit_of(name) <= unit_of(own)]
@@ -123,6 +132,9 @@ class Truth:
         key = _content(site, here)
         if key not in self._known:
             triples = list(_triples(site, here))
+            if any(bool(true.isnan().any()) for *_, true in triples):
+                self._holes.setdefault(layer)
+            triples = [known for triple in triples if (known := _where_known(triple))[2].numel()]
             self._known[key] = _measured(triples) if triples else UNKNOWN
         return self._known[key]
 
@@ -234,6 +246,15 @@ def _together(
 
 def _rows(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
     return tensor if rows is None else tensor[rows[0] : rows[1]]
+
+
+def _where_known(triple: _Tensors) -> _Tensors:
+    """The values of three tensors where the truth is a number: it knows nothing of the others."""
+    finite = triple[2].isfinite()
+    if bool(finite.all()):
+        return triple
+    left, right, true = (tensor[finite] for tensor in triple)
+    return left, right, true
 
 
 def _measured(triples: Sequence[_Tensors]) -> Nearness:

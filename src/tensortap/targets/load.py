@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import OptionError, TapError, TargetError
-from .casting import cast_target
+from .casting import cast_target, unheeded
 from .options import arguments, given, parse_dtype, takes
 from .target import Target, describe
 
@@ -67,7 +67,11 @@ def load_target(
         keywords = arguments(function, values, f"The target {spec!r}")
         result = _call(function, keywords, spec, module)
     target = _to_target(result, spec, values)
-    return target if dtype is None else cast_target(target, dtype, spec)
+    if dtype is not None:
+        return cast_target(target, dtype, spec)
+    if not takes(function, "dtype", by_name=True):  # it went into **options
+        dtype = unheeded(target, values.get("dtype"))
+    return target if dtype is None else cast_target(target, dtype, spec, "leaves the dtype aside")
 
 
 @contextlib.contextmanager

@@ -77,8 +77,9 @@ def arguments(
     """Fit the user's values to a function's parameters, each by its annotation.
 
     Text becomes what the annotation says: a parameter annotated as `torch.dtype` gets a dtype,
-    one annotated as `str`, or not at all, gets `--dtype` as it was typed. A `--set` value without
-    an annotation is read as JSON when it is JSON, and is a string otherwise.
+    and so does one without an annotation whose default is a dtype; one annotated as `str`, or not
+    at all, gets `--dtype` as it was typed. A `--set` value without an annotation is read as JSON
+    when it is JSON, and is a string otherwise.
     """
     try:
         parameters = dict(inspect.signature(function).parameters)
@@ -108,18 +109,19 @@ def arguments(
             f"given. Give {'it' if len(missing) == 1 else 'them'} with "
             f"{' '.join(f'--set {name}=…' for name in missing)}, or a default."
         )
-    hints = _hints(function)
+    hints = {**_kinds_of_defaults(named), **_hints(function)}
     return {key: _fit(key, value, hints.get(key), where) for key, value in values.items()}
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function has a parameter of this name, or takes any."""
+def takes(function: Callable[..., Any], name: str, *, by_name: bool = False) -> bool:
+    """Whether a function has a parameter of this name, or (not `by_name`) takes any."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return True
     kinds = inspect.Parameter
-    if any(parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()):
+    rest = [parameter.kind is kinds.VAR_KEYWORD for parameter in parameters.values()]
+    if any(rest) and not by_name:
         return True
     found = parameters.get(name)
     return found is not None and found.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
@@ -127,6 +129,16 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 def _and(names: Sequence[str]) -> str:
     return " and ".join(repr(name) for name in names)
+
+
+def _kinds_of_defaults(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """What torch's own kinds of defaults say as clearly as an annotation."""
+    kinds = (torch.dtype, torch.device)
+    return {
+        name: type(parameter.default)
+        for name, parameter in parameters.items()
+        if isinstance(parameter.default, kinds)
+    }
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

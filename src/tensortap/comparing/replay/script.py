@@ -62,6 +62,12 @@ def check_room(path: Path, overwrite: bool) -> list[Path]:
     """The files that may be written; what is there is not replaced unasked."""
     if path.suffix != ".py":
         raise OptionError(f"The script {str(path)!r} needs a name that ends in .py.")
+    hidden = path.stem.partition(".")[0]
+    if hidden in sys.modules or hidden in sys.stdlib_module_names:
+        raise OptionError(
+            f"A script {path.name!r} would hide the module '{hidden}' from itself, which it may "
+            "import. Choose another name, as bug.py."
+        )
     files = [path.with_suffix(ending) for ending in _ENDINGS]
     for file in files:
         if file.is_dir():

@@ -60,6 +60,8 @@ def concluded(
     if stopped is not None and same is False:
         same = None  # the batches that were not run are no other inputs
     differing, in_common = environment_differences(reference, candidate)
+    if stopped is not None:
+        differing = tuple(item for item in differing if item.name != "inputs")
     conditions = [
         *(["Rules"] if terms.rules else []),
         *([f"The preset {terms.preset}"] if terms.preset is not None else []),
