@@ -59,6 +59,8 @@ def range_words(values: Floats, words: Callable[[float], str] = number_words) ->
 def ranges(places: Sequence[int], most: int = 6) -> str:
     """Ascending places as `0 to 15, 20, 31`; what is too long ends in how many more there are."""
     runs: list[list[int]] = []
+    if len(places) > 2 and places[-1] - places[0] + 1 == len(places):
+        return f"{places[0]} to {places[-1]}"
     for place in places:
         if runs and place == runs[-1][1] + 1:
             runs[-1][1] = place

@@ -73,7 +73,7 @@ def chosen(sizes: Sequence[int], found: Profile, keep: int | None = None) -> Pla
 def limited(places: Sequence[Sequence[int] | None], sizes: Sequence[int]) -> Places:
     """At most `LIMIT` elements of those at some places."""
     kept = [
-        torch.arange(size) if some is None else torch.as_tensor(list(some))
+        torch.arange(size) if some is None else torch.as_tensor(some[:: 1 + len(some) // LIMIT])
         for some, size in zip(places, sizes, strict=True)
     ]
     while math.prod(len(some) for some in kept) > LIMIT:
