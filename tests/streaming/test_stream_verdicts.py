@@ -245,3 +245,54 @@ def test_few_pairs_are_a_warning_and_do_not_stop_the_model(run: Run) -> None:
         Chain(list("uvwxyz"), 1.1), x, layers="leaves", against=reference.path, stop=True, map=pairs
     )
     assert live.stopped == "u" and live.comparison.warnings == ()
+
+
+@pytest.mark.parametrize("inputs", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [([2, 2, 2], [6]), ([6], [2, 2, 2]), ([2, 4], [3, 3]), ([4, 2], [4, 1, 1])],
+)
+def test_samples_in_other_batches(
+    ours: list[int], theirs: list[int], inputs: bool, run: Run
+) -> None:
+    samples = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    options = {"layers": "all", "inputs": inputs}
+    reference = run(Chain(["a", "b"]), *samples.split(ours), layers="all", inputs=True)
+    good = run(Chain(["a", "b"]), *samples.split(theirs), against=reference.path, **options)
+    assert good.comparison.same and "missing" not in good.comparison.counts
+    gaps = [p.port for row in good.comparison.layers for p in row.parts if p.verdict == "missing"]
+    assert set(gaps) <= (set() if inputs else {"input"})
+    assert "sample by sample" in " ".join(good.comparison.notes)
+    broken, wrong = Chain(["a", "b"]), broken_at(samples[4])
+    broken.b.register_forward_hook(wrong)
+    bad = run(broken, *samples.split(theirs), against=reference.path, **options)
+    first = bad.comparison.first_divergence
+    assert first is not None and first.layer == "b"
+    assert first.difference is not None and first.difference.count == 48
+    kept = [r for r in tap.open(bad.path)["b"].records if r.stored and r.port == "input"]
+    assert len(kept) >= 1 and first.origin == "made here"
+
+
+def broken_at(sample: Tensor) -> Callable[..., Tensor]:
+    """A hook that spoils the output of one sample, known by what went into the model."""
+    torch.manual_seed(0)
+    first = Chain(["a", "b"]).a
+    with torch.no_grad():
+        known = first(sample)
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        same = (args[0] - known).abs().amax(-1, keepdim=True) < 1e-5
+        return output * torch.where(same, 1.5, 1.0)
+
+    return hook
+
+
+def test_samples_that_one_run_alone_has_are_said(run: Run) -> None:
+    samples = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    reference = run(Chain(["a"]), *samples.split([2, 2, 2]), layers="leaves")
+    few = run(Chain(["a"]), samples[:3], layers="leaves", against=reference.path).comparison
+    assert "1 of 2 samples of batch 1 only in the reference" in few["a"].note
+    assert "batch 2 only in the reference" in few["a"].note
+    more = torch.cat([samples, samples[:2] + 1])
+    many = run(Chain(["a"]), more, layers="leaves", against=reference.path).comparison
+    assert "samples 6..7 of batch 0 only in the candidate" in many["a"].note

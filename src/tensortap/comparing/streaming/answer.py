@@ -13,7 +13,7 @@ from ..checks import check_compared, notes_of, third_warnings, warnings_of
 from ..compare import Work, floor_words, inputs_of
 from ..environment import environment_differences, same_input
 from ..floor import Floor
-from ..moments import by_moment
+from ..moments import by_moment, in_words
 from ..parts import layer_row, missing_part, missing_row, unpaired_part
 from ..results import Comparison, LayerComparison, Part
 from ..rules import Rule
@@ -22,6 +22,11 @@ from .live import live_layer, unstored
 from .merging import RowSum
 
 __all__ = ["Terms", "concluded"]
+
+
+_OTHER_BATCHES = (
+    "The two runs divide their samples into other batches: they were compared sample by sample."
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ def concluded(
     unasked: Collection[str],
     stopped: Divergence | None,
     few_of: int | None,
+    other_batches: bool,
 ) -> Comparison:
     """The comparison of what was heard (name and type, in order) with the reference.
 
@@ -82,7 +88,7 @@ def concluded(
         ),
         notes=(
             *about_inputs,
-            *_other_steps(reference, sums, stopped),
+            *([_OTHER_BATCHES] if other_batches else _other_steps(reference, sums, stopped)),
             *([f"{left_out} layers of the reference were not listened to."] if left_out else []),
             *notes_of(reference, candidate, terms.floor, conditions, rows),
         ),
@@ -133,13 +139,22 @@ def _rows(
 def _gaps(reference: Recording, layer: str, total: RowSum) -> Iterator[Part]:
     """The ports and moments that one side alone has."""
     leaves: dict[tuple[Port, str], list[tuple[int, int, int, int]]] = {}
+    sizes: dict[tuple[str, str, tuple[int, int, int, int]], int] = {}
     for record in reference[layer].records:
         moment = (record.rank, record.epoch, record.batch, record.call)
         leaves.setdefault((record.port, record.leaf), []).append(moment)
+        sizes[record.port, record.leaf, moment] = record.shape[0] if record.shape else 1
+    cut = {(port, leaf) for port, leaf, _ in total.covered}
     for (port, leaf), moments in leaves.items():
         theirs = total.heard.get(port)
         if theirs is None:
             yield missing_part(SitePair(port, leaf, leaf, (), missing="candidate"))
+            continue
+        if (port, leaf) in cut:
+            lost = [*_uncovered(port, leaf, moments, sizes, total)]
+            lost += total.alone.get((port, leaf), [])
+            if lost:
+                yield unpaired_part(SitePair(port, leaf, leaf, (), unpaired=tuple(lost)))
             continue
         way = by_moment(
             [unstored(layer, port, leaf, moment) for moment in moments],
@@ -147,6 +162,21 @@ def _gaps(reference: Recording, layer: str, total: RowSum) -> Iterator[Part]:
         )
         if way.unpaired:
             yield unpaired_part(SitePair(port, leaf, leaf, (), unpaired=way.unpaired))
+
+
+def _uncovered(
+    port: str,
+    leaf: str,
+    moments: Sequence[tuple[int, int, int, int]],
+    sizes: Mapping[tuple[str, str, tuple[int, int, int, int]], int],
+    total: RowSum,
+) -> Iterator[str]:
+    """The samples of the reference that no batch of the run held."""
+    for moment in moments:
+        seen, size = total.covered.get((port, leaf, moment), 0), sizes[port, leaf, moment]
+        if seen < size and moment not in total.whole.get((port, leaf), ()):
+            part = f"{size - seen} of {size} samples of " if seen else ""
+            yield f"{part}{in_words(*moment[1:])} only in the reference"
 
 
 def _other_steps(

@@ -7,7 +7,7 @@ moment that diverged speaks for all; if none did, the worst.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...numerics.difference import Difference
@@ -117,6 +117,9 @@ class RowSum:
     kind: str
     matched_by: str
     heard: dict[str, set[tuple[int, int, int, int]]] = field(default_factory=dict)
+    covered: dict[tuple[str, str, tuple[int, int, int, int]], int] = field(default_factory=dict)
+    whole: dict[tuple[str, str], set[tuple[int, int, int, int]]] = field(default_factory=dict)
+    alone: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     _sums: dict[tuple[str, str], _PartSum] = field(default_factory=dict)
     _missing: dict[tuple[str, str], Part] = field(default_factory=dict)
 
@@ -134,6 +137,20 @@ class RowSum:
                 self._sums[key].add(part)
             else:
                 self._sums[key] = _PartSum.of(part)
+
+    def cover(
+        self,
+        covered: Mapping[tuple[str, str, tuple[int, int, int, int]], int],
+        alone: Mapping[tuple[str, str], str],
+    ) -> None:
+        """Samples of the reference's batches that were compared, and those that only we have."""
+        for port, leaf, _ in covered:  # until now, moments were paired as they are
+            if (port, leaf) not in self.whole:
+                self.whole[port, leaf] = set(self.heard.get(port, ()))
+        for key, samples in covered.items():
+            self.covered[key] = self.covered.get(key, 0) + samples
+        for place, words in alone.items():
+            self.alone.setdefault(place, []).append(words)
 
     def parts(self) -> Iterator[Part]:
         """Every port and leaf, inputs first; then what one side lacks."""

@@ -27,6 +27,7 @@ from ..results import BAD, Comparison, LayerComparison
 from ..rules import parse_rules, preset_of
 from ..sites import SitePairer
 from .answer import Terms, concluded
+from .batches import Batches
 from .live import live_layer, live_record
 from .merging import RowSum
 from .pairing import pair_names
@@ -73,6 +74,7 @@ class Stream:
         self._order: dict[str, None] = {}  # the candidate's layers as they are first heard
         self._moments: dict[str, dict[_Moment, list[Record]]] = {}
         self._rank = 0
+        self._batches = Batches(self._reference)
         self._unasked: frozenset[str] = frozenset()
         self._work: Work | None = None
         self._terms: Terms | None = None
@@ -145,6 +147,7 @@ class Stream:
             self._unasked,
             self.divergence if stopped else None,
             None if self.sure else self._total,
+            self._batches.differ,
         )
         return self._with_causes(found, candidate)
 
@@ -158,14 +161,21 @@ class Stream:
         ports = {item.port for item in heard}
         moment = (self._rank, call.epoch, call.batch, call.call)
         records = [r for r in self._at(ours, moment) if r.port in ports]
-        if not records:
+        if not records and not self._batches.differ:
             return None
         whole = self._reference[ours]
-        left = Layer(ours, whole.alias, whole.type, whole.order, tuple(records))
         live = [live_record(call, item, self._rank) for item in heard]
-        right = live_layer(call.slot.name, call.slot.type, live)
         try:
             with torch.no_grad():
+                cut = self._batches.cut(ours, moment, records, live)
+                if cut is not None:
+                    self._rows[ours].cover(cut.covered, cut.alone)
+                    records, live = cut.ours, [*live, *cut.theirs]
+                if not records:
+                    return None
+                left = Layer(ours, whole.alias, whole.type, whole.order, tuple(records))
+                shown = live if cut is None else cut.theirs
+                right = live_layer(call.slot.name, call.slot.type, shown)
                 return self._work.row(LayerPair(left, right, how))
         finally:
             self._work.sites.clear()
