@@ -270,3 +270,51 @@ def test_no_more_memory_than_the_budget(tmp_path) -> None:
     assert layer == "3.0"
     # 50 layers of 8 MB; the model itself holds two of them, torch and the modules some more.
     assert int(megabytes) < 64 + 64, done.stdout
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * 1.3
+
+
+def test_a_layer_that_is_wrong_in_its_backward_alone(tmp_path: Path) -> None:
+    def trained(name: str, wrong: bool, **options: Any) -> tap.Recorder:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        if wrong:
+            inner = model[1][1].forward
+            model[1][1].forward = lambda x: inner(_Backward.apply(x))
+        with tap.record(
+            model, tmp_path / name, layers="all", inputs=True, grads=True, **options
+        ) as rec:
+            for _ in range(2):
+                model(x).square().mean().backward()
+                rec.step()
+        assert rec.failure is None
+        return rec
+
+    trained("good", False)
+    after = tap.compare(tmp_path / "good", trained("full", True).path)
+    live = trained("live", True, against=tmp_path / "good")
+    assert after.first_divergence is not None and after.first_divergence.layer == "1.1"
+    assert live.comparison.first_divergence.layer == "1.1"
+    recording = tap.open(tmp_path / "live")
+    said = recording.manifest.selection["first_divergence"]
+    assert said == {"layer": "1.1", "epoch": 0, "batch": 0, "call": 0}
+    kept = {r.port for r in recording["1.1"].records if r.stored and r.batch == 0}
+    assert kept == {"grad_output", "grad_input"}
+    full = tap.open(tmp_path / "full")
+    assert len(recording.records) == len(full.records)
+    given, expected = (
+        next(r for r in run["1.1"].records if r.port == "grad_output") for run in (recording, full)
+    )
+    assert torch.equal(given.tensor(), expected.tensor())
+    assert [(row.layer, row.verdict, row.origin) for row in live.comparison.layers] == [
+        (row.layer, row.verdict, row.origin) for row in after.layers
+    ]

@@ -21,7 +21,7 @@ from ..recording.writer import Writer, now
 from .base import Ports, Tap, find_tap
 from .describe import InputLog, describe_environment, device_of
 from .eager import StopForward
-from .judging import Judge
+from .judging import Divergence, Judge
 from .sink import Keep, Sink, Tally
 from .unseen import unseen
 
@@ -199,6 +199,8 @@ class Recorder:
             raise self._answer
         if self._answer is not None:
             return self._answer
+        if self._sink is not None:
+            self._settle(self._sink)
         with unseen(), torch.no_grad():  # a user's default device is no business of the judge's
             found: Comparison = self._judge.conclude(self._so_far(), self.stopped is not None)
         return found
@@ -233,6 +235,7 @@ class Recorder:
             self._budget // 4,
             judge=self._judge,
             stop=self._stop,
+            both_grads=self._ports.grads and self._ports.inputs,
             tally=self.tally,
         )
         self.tap.on_root_call(self._see_inputs)
@@ -250,6 +253,7 @@ class Recorder:
         if self._writer is None or self._sink is None:
             return
         self.tap.detach()
+        self._settle(self._sink)
         reason = self._trouble or failure
         missed = [] if reason else self._missed()
         self._writer.close(
@@ -277,12 +281,37 @@ class Recorder:
         """What the manifest says of the run that this one was compared with."""
         if self._judge is None:
             return {}
-        found = self._judge.divergence
+        found = self._first_divergence(self._judge)
         return {
             "against": self._judge.reference,
             "first_divergence": None if found is None else found.to_dict(),
             "stopped_at": self.stopped,
         }
+
+    def _first_divergence(self, judge: Judge) -> Divergence | None:
+        """The first in order of execution: that a gradient came first does not make it so."""
+        heard = judge.divergence
+        if heard is None or self.stopped is not None:
+            return heard
+        try:
+            with unseen(), torch.no_grad():
+                found: Comparison = judge.conclude(self._so_far(), False)
+        except TapError:
+            return heard
+        first = found.first_divergence
+        main = None if first is None else first.main
+        if first is None or first.candidate_layer in (None, heard.layer) or main is None:
+            return heard
+        moment = main.diverged_at[0] if main.diverged_at else (heard.epoch, heard.batch, heard.call)
+        return Divergence(str(first.candidate_layer), *moment)
+
+    def _settle(self, sink: Sink) -> None:
+        """Judge what still waits for more of its call."""
+        try:
+            with unseen():
+                sink.settle()
+        except Exception as error:  # ours, and not the model's
+            self._fail(error)
 
     def _so_far(self) -> Recording:
         """The recording as far as its manifest goes: what a judge knows while the model runs."""
@@ -360,6 +389,8 @@ class Recorder:
         """Return when everything recorded so far is on disk, open to any reader."""
         self._must_run()
         self.tap.drain()
+        if self._sink is not None:
+            self._settle(self._sink)
         if self._writer is not None:
             self._writer.flush(sync=True)
         self._report()

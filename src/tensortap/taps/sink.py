@@ -31,6 +31,7 @@ from .plain import Unrecordable, is_plain, plain_parts
 __all__ = ["Call", "Held", "Keep", "Sink", "Slot", "Tally"]
 
 Keep = Literal["tensors", "sketch", "summary"]
+_CallKey = tuple[int, int, int, int]  # slot, epoch, batch, call
 
 
 _UNTAKEABLE = (Unrecordable, TapError, RuntimeError, NotImplementedError, TypeError)
@@ -71,7 +72,7 @@ class Held:
     """A tensor's values, taken, whose row is not written yet.
 
     `asked` is False for an input that is held only in case its layer turns out to be the first that
-    diverged. `values` are there for a judge to look at.
+    diverged. `values` are there for a judge to look at; `brief` ones before anything else runs.
     """
 
     port: Port
@@ -85,6 +86,7 @@ class Held:
     sketch: np.ndarray[Any, Any] | None = None
     values: Values | None = None
     asked: bool = True
+    brief: bool = False
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Sink:
     limit: int = 1 << 30
     judge: Judge | None = None
     stop: bool = False
+    both_grads: bool = False  # whether a layer's grad_output is followed by its grad_input
     epoch: int = 0
     batch: int = 0
     skipped: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
@@ -114,6 +117,7 @@ class Sink:
 
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.limit)
+        self._waiting: dict[_CallKey, tuple[Call, list[Held]]] = {}
 
     @property
     def ended(self) -> bool:
@@ -130,6 +134,7 @@ class Sink:
 
     def advance(self, slots: Iterable[Slot], *, epoch: int, batch: int) -> None:
         """Go to another moment: calls count from 0 again."""
+        self.settle()
         self.epoch, self.batch = epoch, batch
         for slot in slots:
             slot.calls = 0
@@ -178,7 +183,36 @@ class Sink:
         return True
 
     def emit(self, call: Call, held: Sequence[Held]) -> None:
-        """Write the rows of what was taken, in the order in which calls finish."""
+        """Write the rows of what was taken, in the order in which calls finish.
+
+        For a judge, the gradient of a layer's output waits for that of its input: only together
+        do they say whether it was this layer that went wrong on the way back.
+        """
+        if self.judge is not None and self.both_grads:
+            held = self._with_grads(call, held)
+        if held:
+            self._write(call, held)
+
+    def settle(self) -> None:
+        """Write what still waits: layers whose inputs have no gradient."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for call, held in waiting.values():
+            self._write(call, held)
+
+    def _with_grads(self, call: Call, held: Sequence[Held]) -> Sequence[Held]:
+        """What to write now: with a grad_input, the grad_output that waited for it."""
+        key = (call.slot.index, call.epoch, call.batch, call.call)
+        ports = {item.port for item in held}
+        with self._lock:
+            if ports == {"grad_output"} and not any(item.brief for item in held):
+                self._waiting.setdefault(key, (call, []))[1].extend(held)
+                return []
+            if ports == {"grad_input"} and key in self._waiting:
+                return [*self._waiting.pop(key)[1], *held]
+        return held
+
+    def _write(self, call: Call, held: Sequence[Held]) -> None:
         kept = frozenset[str]()
         if self.judge is not None:
             with self._lock:
@@ -241,8 +275,12 @@ class Sink:
             held.sketch = sample(tensor, SKETCH)
         if self.judge is not None:
             self.tally.seen += tensor.numel() * tensor.element_size()
-            later = port == "input"  # its layer runs before it is judged
-            held.values = self.snapshots.hold(tensor) if later else self.snapshots.now(tensor)
+            grad = port == "grad_output" and self.both_grads
+            if port == "input" or grad:  # its layer runs before it is judged
+                held.values = self.snapshots.hold(tensor)
+            held.brief = held.values is None and grad
+            if held.brief or not (port == "input" or grad):
+                held.values = self.snapshots.now(tensor)
         return held
 
     def _site(self, slot: Slot, item: Held) -> int:

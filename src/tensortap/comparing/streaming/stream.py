@@ -133,7 +133,7 @@ class Stream:
         given = self._row(ours, how, call, unasked) if unasked else None
         if given is not None:  # held for this: they tell whether it was made here
             total.add(moment, {"input"}, given.parts)
-        return bad | _FORWARD
+        return bad | _FORWARD | {item.port for item in heard}
 
     def conclude(self, candidate: Recording, stopped: bool) -> Comparison:
         if self._terms is None:
