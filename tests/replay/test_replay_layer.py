@@ -374,3 +374,8 @@ def test_calls_of_which_there_are_no_tensors_are_left_out(tmp_path: Path) -> Non
     assert tap.replay(tmp_path / "b", "layer", good, batch=1).moments == 1
     with pytest.raises(RecordingError, match=r"made against .*a, and keeps what differs"):
         tap.replay(tmp_path / "b", "layer", good, batch=0)
+
+
+def test_a_layer_is_named_by_a_string(demo: tap.Recording) -> None:
+    with pytest.raises(OptionError, match="layer must be the name of one layer, got 3"):
+        tap.replay(demo, 3, build().model)  # type: ignore[arg-type]

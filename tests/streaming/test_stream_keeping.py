@@ -318,3 +318,22 @@ def test_a_layer_that_is_wrong_in_its_backward_alone(tmp_path: Path) -> None:
     assert [(row.layer, row.verdict, row.origin) for row in live.comparison.layers] == [
         (row.layer, row.verdict, row.origin) for row in after.layers
     ]
+
+
+def test_an_input_that_was_not_held_is_said_also_when_stopped(run: Run) -> None:
+    x = torch.randn(1, 1 << 19)  # 2 MiB; a quarter of the budget is 256 KiB
+    reference = run(nn.Sequential(nn.Identity(), nn.Identity()), x, layers="leaves")
+    broken = nn.Sequential(nn.Identity(), nn.Identity())
+    broken[1].register_forward_hook(lambda module, args, output: output * 1.5)
+    options = {"layers": "leaves", "against": reference.path, "budget": 1 << 20}
+    for stop in (True, False):
+        rec = run(broken, x, stop=stop, **options)
+        (note,) = [text for text in rec.notes if "too large to hold" in text]
+        assert "could not be kept" in note
+
+
+@pytest.mark.parametrize("name", ["against", "floor"])
+def test_what_is_no_recording_is_refused(name: str, reference: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"against": reference.path, name: 3}
+    with pytest.raises(tap.TapError, match=f"{name} must be a recording or its path, got 3"):
+        tap.record(make_model(), tmp_path / "x", **options)

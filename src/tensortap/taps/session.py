@@ -87,6 +87,9 @@ def record(
     """
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"path must be a folder's path or URL, got {path!r}.")
+    for name, run in (("against", against), ("floor", floor)):
+        if run is not None and not isinstance(run, str | os.PathLike | reader.Recording):
+            raise OptionError(f"{name} must be a recording or its path, got {run!r}.")
     judge: Judge | None = None
     if against is not None:
         from ..comparing.streaming import Stream  # the one place where taps reach for comparing
@@ -427,20 +430,24 @@ class Recorder:
     def _missed(self) -> list[str]:
         """Selected layers from which nothing was heard, and why, where we stopped the model."""
         found = None if self._judge is None else self._judge.divergence
-        if self.stopped is not None and found is not None:
-            return [
-                f"The model was stopped at the first divergence, '{found.layer}' in batch "
-                f"{found.batch}: what runs behind it was not recorded."
-            ]
         refused = 0 if self._sink is None else self._sink.snapshots.refused
+        left = "are known by their summaries alone"
+        if not self._ports.inputs:
+            left = "could not be kept, should their layer be the first divergence"
         large = (
             [
-                f"{refused} inputs were too large to hold until their layer had run, and are known "
-                "by their summaries alone. A larger --budget holds them."
+                f"{refused} inputs were too large to hold until their layer had run, and {left}. A "
+                "larger --budget holds them."
             ]
             if refused
             else []
         )
+        if self.stopped is not None and found is not None:
+            return [
+                *large,
+                f"The model was stopped at the first divergence, '{found.layer}' in batch "
+                f"{found.batch}: what runs behind it was not recorded.",
+            ]
         return large + self._unheard()
 
     def _unheard(self) -> list[str]:

@@ -61,6 +61,8 @@ def replay(
     the layer in that run. All recorded calls are run again, or those of `epoch`, `batch`, `call`.
     The model is left as it was.
     """
+    if not isinstance(layer, str):
+        raise OptionError(f"layer must be the name of one layer, got {layer!r}.")
     recording = opened(run, partial)
     recorded = find_layer(recording, layer)
     target = _target(model, inputs)
