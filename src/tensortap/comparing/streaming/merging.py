@@ -90,7 +90,7 @@ class _PartSum:
                 candidate_summary=self.candidate,
             )
         why = said.why
-        if said.verdict == "diverged" and said.diverged_at:
+        if said.verdict == "diverged" and said.diverged_at and said.moments == 1:
             why = f"at {in_words(*said.diverged_at[0])} {why}"
         return replace(
             said,
