@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,7 +20,7 @@ from ..recording.schema import MANIFEST
 from ..recording.store import open_store
 from .checks import Run
 from .compare import compare
-from .results import Comparison, LayerComparison, number
+from .results import Comparison, LayerComparison, json_text, number
 from .sentences import name_of
 
 __all__ = ["SORTABLE", "ModeRow", "Modes", "compare_modes"]
@@ -126,10 +125,7 @@ class Modes:
         }
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        if path is not None:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        return text
+        return json_text(self.to_dict(), path)
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
         """Write each comparison as JSON, named as in the documents; the paths."""

@@ -32,6 +32,7 @@ __all__ = [
     "Origin",
     "Part",
     "Verdict",
+    "json_text",
     "number",
     "severity",
     "worst",
@@ -345,10 +346,7 @@ class Comparison:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Strict JSON, as docs/comparison.schema.json describes it; also written to `path`."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        if path is not None:
-            write_text(path, text + "\n")
-        return text
+        return json_text(self.to_dict(), path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """A single page with everything in it, which opens without a network."""
@@ -418,6 +416,14 @@ def _first(row: LayerComparison) -> Mapping[str, Any]:
 
 def _summary(summary: Summary | None) -> dict[str, Any] | None:
     return None if summary is None else summary.to_dict()
+
+
+def json_text(data: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> str:
+    """Strict JSON for people to read too; also written to `path`."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    if path is not None:
+        write_text(path, text + "\n")
+    return text
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:

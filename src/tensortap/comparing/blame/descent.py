@@ -17,9 +17,10 @@ import torch
 from ...taps.patching import leaves_of
 from ..causes import Cause, explain
 from .levels import children_of
+from .one_layer import OneLayer
 from .results import BlamedLayer
 from .shares import Baggage, Shares
-from .stage import Final, OneLayer, Stage
+from .stage import Final, Stage
 from .trace import first_float
 from .verdict import LEAST, MOST, stands_out
 

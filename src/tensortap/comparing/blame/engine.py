@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ...errors import OptionError
-from ...numerics.difference import difference
-from ...recording.reader import Record, Recording
+from ...recording.reader import Recording
 from ...selection import select, structure
 from ...selection.sites import is_called, sites, type_name
 from ...taps.describe import InputLog, describe_module, device_of
@@ -21,13 +20,23 @@ from ..causes import Cause
 from ..checks import Run, opened
 from ..judge import AGAINST_ESTIMATE, AGAINST_FLOOR
 from ..precision import coarsest, depth_of, estimated_floor, precision_of, unit_of
+from .checks import (
+    check_calls,
+    check_inputs,
+    check_kept,
+    check_mode,
+    check_options,
+    is_random,
+    target_of,
+)
 from .descent import Descent
+from .final import choose_final, floor_error, norm_of, relative
 from .levels import ancestors, children_of, contains, first_level, operations
 from .reference import Known, pair_names
 from .results import Blame, BlamedLayer
 from .search import Bisection
 from .shares import MOST_CALLS, Shares
-from .stage import Final, Put, WholeModel, measured, squares
+from .stage import Put, WholeModel
 from .trace import Trace
 from .usual import UsualError
 from .verdict import LEAST, MOST, against_peers, stands_out
@@ -71,8 +80,8 @@ def blame(
         budget: the most bytes that are kept of the candidate's own outputs.
         progress: told how often the model ran, and how often it may.
     """
-    _check_options(layers, budget)
-    target = _target(model, inputs)
+    check_options(layers, budget)
+    target = target_of(model, inputs)
     recording = opened(reference, False)
     work = _Work(recording, target, layers, bisect, final, floor, map, budget, progress)
     return work.bisected() if bisect else work.all_layers()
@@ -116,16 +125,16 @@ class _Work:
         self.types = {site.name: type_name(site.module) for site in places}
         names = pair_names(recording, modules, [maps] if isinstance(maps, str) else maps)
         self.known = Known(recording, names)
-        self.random = {name for name, module in modules.items() if _is_random(module)}
+        self.random = {name for name, module in modules.items() if is_random(module)}
         self.kept = [
             name for name in names if self.known.has(name, "output") and name not in self.random
         ]
-        _check_kept(recording, modules, self.kept)
+        check_kept(recording, modules, self.kept)
         self.structure = structure(target.model)
-        self.chain, self.beside = self._first(layers)
-        self.rows_wanted = self._ordered([*self.chain, *self.beside])
-        self.final = _final(self.known, recording, self.kept, final)
-        self.size = _size(self.known, self.final)
+        self.chain, beside = self._first(layers)
+        self.rows_wanted = self._ordered([*self.chain, *beside])
+        self.final = choose_final(self.known, recording, self.kept, final)
+        self.size = norm_of(self.known, self.final)
         self.stage = WholeModel(
             self.known, modules, self.final, scale=self.size or 1.0, target=target
         )
@@ -136,7 +145,7 @@ class _Work:
         self.limit = _bisect_limit(len(self.chain)) if bisect else 2 * len(self.chain) + 3
         self._own_run()
         self._floor_run = None if floor is None else opened(floor, False)
-        self.final_error = _relative(self.total, self.size)
+        self.final_error = relative(self.total, self.size)
         self.final_floor, self.measured_floor = self._final_floor()
         self.shares = self._shares()
         self.usual = UsualError(self.trace, modules, self.operations, self.precisions)
@@ -162,9 +171,10 @@ class _Work:
         chosen = [site.name for site in select(self.target.model, wanted).layers]
         there = [name for name in chosen if name in self.kept and name]
         if not there:
+            words = ", ".join(repr(word) for word in wanted)
             raise OptionError(
-                f"None of the {len(chosen)} layers that {', '.join(_quoted(wanted))} selects is "
-                f"in {self.recording.path}. Record the reference with the same --layers and "
+                f"None of the {len(chosen)} layers that {words} selects is in "
+                f"{self.recording.path}. Record the reference with the same --layers and "
                 "--inputs."
             )
         if len(there) < len(chosen):
@@ -199,9 +209,9 @@ class _Work:
         self.trace.finish()
         self.stage.feeding = self.trace.feeding
         self._told()
-        self._check_inputs(log)
-        self._check_mode()
-        self._check_calls()
+        self.warnings += check_inputs(self.recording, self.trace, log)
+        self.warnings += check_mode(self.random)
+        self.warnings += check_calls(self.stage, self.trace, self.kept)
         heard = self.trace.order
         until = heard[: heard.index(self.final.layer) + 1] if self.final.layer in heard else heard
         around = [n for n in self.chain if n != self.final.layer and contains(n, self.final.layer)]
@@ -210,70 +220,6 @@ class _Work:
         wanted = {*self.chain, *children_of("", inside)}
         self.chain = [name for name in until if name in wanted]
         self.rows_wanted = [name for name in until if name in {*self.rows_wanted, *self.chain}]
-
-    def _check_inputs(self, log: InputLog) -> None:
-        inputs = self.recording.manifest.inputs
-        ids = inputs.get("input_ids")
-        if ids is not None and log.input_ids is not None and ids != log.input_ids:
-            raise OptionError(
-                f"The candidate runs on other token ids than {self.recording.path} was recorded "
-                "with. Give it the same inputs."
-            )
-        ours, theirs = inputs.get("batches") or [], log.digests
-        both = list(zip(ours, theirs, strict=False))
-        if any(left != right and "unknown" not in (left, right) for left, right in both):
-            root = Put("", "input")
-            if self.trace.no_op(root):  # the same values in another dtype
-                return
-            if root in self.trace.fitting:
-                raise OptionError(
-                    f"The candidate's inputs are not those that {self.recording.path} was recorded "
-                    "with, also when they are cast to its dtype. Give it the same inputs."
-                )
-            self.warnings.append(
-                "The candidate's inputs are not the same bytes as the reference's. If they are not "
-                "the same values in another dtype, blame is wrong."
-            )
-
-    def _check_mode(self) -> None:
-        if self.random:
-            self.warnings.append(
-                f"The candidate is in training mode and drops values at random (as "
-                f"'{min(self.random)}' does): put it into eval mode, or blame is wrong."
-            )
-
-    def _check_calls(self) -> None:
-        """Say which layers the candidate lacks, does not call, or calls otherwise."""
-        lacking = [n for n in self.recording.layers if n not in self.known.names.values()]
-        if lacking:
-            self.warnings.append(
-                f"The candidate has no layer '{lacking[0]}'{_more(lacking)}, which the reference "
-                "has: what it should do is done by nobody."
-            )
-        silent = [name for name in self.kept if name not in self.trace.order]
-        if silent:
-            self.warnings.append(
-                f"The candidate never called '{silent[0]}'{_more(silent)}, which ran in the "
-                "reference."
-            )
-        batch = self.stage.batch
-        for name in self.trace.order:
-            calls = 0
-            while self.known.at(name, "output", batch, calls):
-                calls += 1
-            if calls != self.stage.calls[name] and calls:
-                self.warnings.append(
-                    f"'{name}' ran {_times(self.stage.calls[name])} in the candidate and "
-                    f"{_times(calls)} in the reference."
-                )
-                break
-        misfits = [where for where in self.stage.problems if where not in self.trace.fitting]
-        if misfits:
-            where = misfits[0]
-            self.warnings.append(
-                f"At the {where.port} of '{where.layer}'{_more(misfits)} the reference's tensors "
-                f"do not fit ({self.stage.problems[where]}): shares there are unknown."
-            )
 
     def _shares(self) -> Shares:
         shares = Shares(
@@ -294,7 +240,7 @@ class _Work:
     def _final_floor(self) -> tuple[float, bool]:
         """What rounding explains of the final error, and whether that was measured."""
         if self._floor_run is not None:
-            found = _floor_error(self._floor_run, self.known, self.final)
+            found = floor_error(self._floor_run, self.known, self.final)
             if found:
                 return AGAINST_FLOOR * found, True
             if found == 0:  # a repeat run that is equal to the last bit tells nothing
@@ -525,117 +471,6 @@ class _Work:
         return f"{name} ({self.target.mode})" if self.target.mode else name
 
 
-def _check_options(layers: Any, budget: Any) -> None:
-    several = isinstance(layers, Sequence) and all(isinstance(item, str) for item in layers)
-    if not isinstance(layers, str) and not several:
-        raise OptionError(f"layers must be a pattern or a list of patterns, got {layers!r}.")
-    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-        raise OptionError(f"budget must be a number of bytes, got {budget!r}.")
-
-
-def _target(model: Any, inputs: Any) -> Target:
-    if isinstance(model, Target):
-        if inputs is not None:
-            raise OptionError("A Target has its own inputs. Give the target alone.")
-        target = model
-    else:
-        if inputs is None:
-            raise OptionError(
-                "blame runs the candidate: give the inputs that the reference was recorded with, "
-                "as tap.blame(reference, model, inputs)."
-            )
-        target = Target(model, inputs)
-    if not isinstance(target.model, nn.Module) or isinstance(target.model, torch.jit.ScriptModule):
-        raise OptionError(
-            f"blame puts tensors into layers, which a {type(target.model).__name__} does not let "
-            "us do: it needs an eager torch.nn.Module."
-        )
-    return target
-
-
-def _check_kept(recording: Recording, modules: dict[str, nn.Module], kept: Sequence[str]) -> None:
-    if set(kept) - {""} or (kept and recording.layers == [""]):
-        return
-    if not recording.layers:
-        raise OptionError(f"{recording.path} has no layers: nothing was recorded.")
-    here = ", ".join(repr(name) for name in list(modules)[1:4])
-    there = ", ".join(repr(name) for name in recording.layers[:3])
-    if any(name and name in modules for name in recording.layers):
-        raise OptionError(
-            f"{recording.path} has no tensors of the candidate's layers, only summaries. Record it "
-            "again with --keep tensors --inputs."
-        )
-    raise OptionError(
-        f"No layer of the candidate ({here}, …) is in {recording.path} ({there}, …). Pair them "
-        "with --map 'regex=>template', or give the recording of the same model."
-    )
-
-
-def _final(known: Known, recording: Recording, kept: Sequence[str], wanted: str | None) -> Final:
-    """The layer and leaf whose error is explained."""
-    if wanted is not None:
-        wanted = "" if wanted == "(root)" else wanted
-        if wanted not in kept:
-            recording.resolve(wanted)
-            raise OptionError(f"The candidate has no layer '{wanted}' to take as the final one.")
-        layer = wanted
-    elif "" in kept and _leaf(known, "") is not None:
-        layer = ""
-    else:
-        order = {ours: number for number, ours in enumerate(recording.layers)}
-        named = sorted(kept, key=lambda name: order[known.names[name]])
-        layer = next((n for n in reversed(named) if _leaf(known, n) is not None), named[-1])
-    leaf = _leaf(known, layer)
-    if leaf is None:
-        raise OptionError(
-            f"The output of layer '{layer}' holds no floating-point tensor in {recording.path}: "
-            "there is no error to explain. Name another layer with final= (--final)."
-        )
-    return Final(layer, leaf)
-
-
-def _leaf(known: Known, layer: str) -> str | None:
-    """The first floating-point output, rather one that is no mere number, as a loss is."""
-    records = list(known.at(layer, "output", 0, 0).values())
-    floats = [r for r in records if r.dtype.startswith(("float", "bfloat"))]
-    found = next((r for r in floats if r.shape), floats[0] if floats else None)
-    return None if found is None else found.leaf
-
-
-def _records(known: Known, final: Final) -> list[Record]:
-    found = []
-    for batch in range(known.batches):
-        call = 0
-        while (record := known.at(final.layer, "output", batch, call).get(final.leaf)) is not None:
-            found.append(record)
-            call += 1
-    return found
-
-
-def _size(known: Known, final: Final) -> float:
-    """The L2 norm of the reference's final output."""
-    norms = []
-    for record in _records(known, final):
-        tensor = record.tensor()
-        norms.append(difference(tensor, tensor, percentiles=False).row.ref_l2)
-    return math.hypot(*norms)
-
-
-def _floor_error(floor: Recording, known: Known, final: Final) -> float | None:
-    """The floor run's relative error at the final output; None where it lacks it."""
-    name = known.names[final.layer]
-    if name not in floor:
-        return None
-    theirs = {(r.epoch, r.batch, r.call, r.leaf): r for r in floor[name].port("output") if r.stored}
-    error, scale = 0.0, _size(known, final)
-    for record in _records(known, final):
-        other = theirs.get((record.epoch, record.batch, record.call, record.leaf))
-        if other is None or other.shape != record.shape:
-            return None
-        error += squares(measured(record.tensor(), other.tensor()), scale or 1.0)
-    return math.sqrt(error) if scale else None
-
-
 def _precision(model: nn.Module) -> str | None:
     """The coarsest precision that a live model computes in."""
     fast = torch.get_float32_matmul_precision() in ("high", "medium")
@@ -645,26 +480,6 @@ def _precision(model: nn.Module) -> str | None:
 
 def _bisect_limit(blocks: int) -> int:
     return math.ceil(math.log2(max(2, blocks))) + 4
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _more(names: Sequence[object]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def _is_random(module: nn.Module) -> bool:
-    dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-    return dropout and module.training and bool(module.p)
-
-
-def _relative(error: float, size: float) -> float:
-    """The relative L2 error from squares in units of the reference's size."""
-    if not error:
-        return 0.0
-    return math.sqrt(error) if size else math.inf
 
 
 def _nested(rows: Sequence[BlamedLayer], inner: Sequence[BlamedLayer]) -> list[BlamedLayer]:
@@ -683,7 +498,3 @@ def _nested(rows: Sequence[BlamedLayer], inner: Sequence[BlamedLayer]) -> list[B
             row = again[row.layer]
         place(row)
     return placed
-
-
-def _quoted(words: Sequence[str]) -> list[str]:
-    return [repr(word) for word in words]

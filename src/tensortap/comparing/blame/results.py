@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..causes.cause import Cause
-from ..results import number, write_text
+from ..results import json_text, number, write_text
 
 __all__ = ["Blame", "BlamedLayer"]
 
@@ -147,10 +146,7 @@ class Blame:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Strict JSON, as docs/blame.schema.json describes it; also written to `path`."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        if path is not None:
-            write_text(path, text + "\n")
-        return text
+        return json_text(self.to_dict(), path)
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """A single page with a chart of the shares, which opens without a network."""

@@ -19,8 +19,9 @@ from ...recording.schema import Port
 from ...taps.patching import leaves_of
 from ..judge import AGAINST_ESTIMATE
 from ..precision import estimated_floor
+from .one_layer import CapturedCall, capture
 from .results import BlamedLayer
-from .stage import CapturedCall, Put, Stage, Watcher, capture, measured
+from .stage import Put, Stage, Watcher, measured
 from .trace import Errors, Trace, first_float
 
 __all__ = ["MOST_CALLS", "Baggage", "MadeHere", "Shares"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,14 +38,11 @@ from .levels import contains
 from .reference import Known
 
 __all__ = [
-    "CapturedCall",
     "Final",
-    "OneLayer",
     "Put",
     "Stage",
     "Watcher",
     "WholeModel",
-    "capture",
     "copied",
     "measured",
     "squares",
@@ -118,7 +116,7 @@ def _our_trouble(layer: str) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Stage:
+class Stage(ABC):
     """Something that can be run, with layers inside that tensors can be put at.
 
     A layer that feeds itself in one pass gets the reference's input at its first call alone: put at
@@ -156,12 +154,13 @@ class Stage:
         return self._left
 
     @property
+    @abstractmethod
     def top(self) -> str:
         """The layer whose call is a pass."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _play(self) -> None:
-        raise NotImplementedError
+        """Run what is on the stage, over all its batches."""
 
     def feeds_itself(self, layer: str) -> bool:
         """Whether a layer's output comes back to its input within a pass."""
@@ -321,84 +320,3 @@ class WholeModel(Stage):
                         f"The model failed in batch {number}{put_in}: {type(error).__name__}: "
                         f"{lines[0]}"
                     ) from error
-
-
-@dataclass(frozen=True)
-class CapturedCall:
-    """All that a call of a layer needs besides the reference's tensors."""
-
-    batch: int
-    call: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    calls: dict[str, int]
-    random: torch.Tensor
-
-
-@dataclass(eq=False)
-class OneLayer(Stage):
-    """One layer run alone on the reference's inputs, in the calls that were captured."""
-
-    layer: str = ""
-    captured: Sequence[CapturedCall] = ()
-
-    @property
-    def top(self) -> str:
-        return self.layer
-
-    def _play(self) -> None:
-        module = self.modules[self.layer]
-        where = Put(self.layer, "input")
-        with unchanged(module), torch.compiler.set_stance("force_eager"):
-            for captured in self.captured:
-                self.batch = captured.batch
-                self.calls = Counter(captured.calls)
-                args, kwargs = copied((captured.args, captured.kwargs))
-                leaves = self._inputs(module, where, captured.call, args, kwargs)
-                more = self.absent(module, where, captured.call, args, kwargs)
-                args, kwargs = put_call(module, args, kwargs, leaves)
-                kwargs = {**kwargs, **more}
-                torch.set_rng_state(captured.random)
-                module(*args, **kwargs)
-
-    def _inputs(
-        self,
-        module: nn.Module,
-        where: Put,
-        call: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, torch.Tensor]:
-        own = leaves_of_call(module, args, kwargs)
-        records = self.known.at(where.layer, "input", self.batch, call)
-        names = match_leaves(module, own, records)
-        return {
-            leaf: cast_like(records[name].tensor(), own[leaf])
-            for leaf, name in names.items()
-            if own[leaf].shape == (0,)  # what `capture` left out
-        }
-
-
-def capture(
-    stage: Stage,
-    layer: str,
-    call: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    calls: Mapping[str, int],
-) -> CapturedCall:
-    """Keep a call for later; tensors that the reference has are left out but for their kind.
-
-    `calls` is how often each layer has been called in this batch before.
-    """
-    module = stage.modules[layer]
-    own = leaves_of_call(module, args, kwargs)
-    records = stage.known.at(layer, "input", stage.batch, call)
-    empty = {
-        leaf: own[leaf].new_empty(0)
-        for leaf, name in match_leaves(module, own, records).items()
-        if not why_not_put(records[name].tensor(), own[leaf])
-    }
-    args, kwargs = copied(put_call(module, args, kwargs, empty))
-    counts = {**calls, layer: call}
-    return CapturedCall(stage.batch, call, args, kwargs, counts, torch.get_rng_state())

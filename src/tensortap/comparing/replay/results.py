@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..results import Comparison, LayerComparison, Verdict, write_text
+from ..results import Comparison, LayerComparison, Verdict, json_text
 
 if TYPE_CHECKING:
     from ...numerics.difference import Difference
@@ -112,10 +111,7 @@ class Replay:
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Strict JSON; also written to `path`."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
-        if path is not None:
-            write_text(path, text + "\n")
-        return text
+        return json_text(self.to_dict(), path)
 
     def to_script(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> list[Path]:
         """Write a script that shows the same without tensortap, its tensors beside it.
