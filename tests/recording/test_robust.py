@@ -250,7 +250,7 @@ def test_a_recording_is_not_overwritten_unasked(net, ids, tmp_path) -> None:
 
 @pytest.fixture
 def two_segments(tmp_path) -> Path:
-    writer = Writer(str(tmp_path / "r"), Manifest())
+    writer = Writer(str(tmp_path / "r"), Manifest(), seal_after=60.0)  # not by time, but by flush
     for order in range(2):
         writer.add(Row(f"l{order}", "output", order=order), torch.randn(5_000_000 * (1 + order)))
         writer.flush()
