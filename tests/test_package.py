@@ -18,6 +18,7 @@ LAYERS = [
     "selection",
     "taps",
     "targets",
+    "monitoring",
     "comparing",
     "reporting",
     "cli",

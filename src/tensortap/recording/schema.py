@@ -36,8 +36,19 @@ HISTOGRAM_COUNTS = "histogram_counts"
 SKETCHES = "sketch_values"
 PADDING = "padding."
 
-Port = Literal["input", "output", "grad_input", "grad_output"]
-PORTS: tuple[Port, ...] = ("input", "output", "grad_input", "grad_output")
+Port = Literal[
+    "input", "output", "grad_input", "grad_output", "param", "grad_param", "update", "scalar"
+]
+PORTS: tuple[Port, ...] = (
+    "input",
+    "output",
+    "grad_input",
+    "grad_output",
+    "param",
+    "grad_param",
+    "update",
+    "scalar",
+)
 Status = Literal["recording", "complete", "failed"]
 
 

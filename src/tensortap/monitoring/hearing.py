@@ -1,0 +1,81 @@
+"""One operator through which compiled graphs speak to us.
+
+A forward hook that is traced by `torch.compile` may hold nothing but operators. `hear` is one: the
+graph stays whole (`fullgraph=True`), and at run time the tensor's values arrive in a Python
+function, eager or compiled, in the forward pass or the backward one. Whether anything is done with
+them is decided there, so one graph serves every cadence. A call costs about two microseconds.
+
+The operator says that it writes to `token`, which keeps it from being thrown away as useless and
+keeps calls in order; nothing is written to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+__all__ = ["Ear", "recomputing"]
+
+Listen = Callable[[int, torch.Tensor], None]
+
+_EARS: weakref.WeakValueDictionary[int, Ear] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_LIBRARY: list[Any] = []
+
+
+def _hear(tensor: torch.Tensor, token: torch.Tensor, ear: int, site: int) -> None:
+    found = _EARS.get(ear)
+    if found is not None:
+        found.listen(site, tensor)
+
+
+@cache
+def _operator() -> Any:
+    """The operator, defined on first use: importing this module changes nothing in torch."""
+    make: Any = torch.library.Library  # untyped in torch
+    library = make("tensortap", "DEF")
+    library.define("hear(Tensor tensor, Tensor(a!) token, int ear, int site) -> ()")
+    library.impl("hear", _hear, "CompositeExplicitAutograd")
+    library.impl("hear", lambda tensor, token, ear, site: None, "Meta")
+    _LIBRARY.append(library)  # it is undefined when its library is collected
+    return torch.ops.tensortap.hear.default
+
+
+class Ear:
+    """Hears tensors from inside compiled graphs: `listen(site, tensor)` is called at run time.
+
+    `listen` must not raise, must not keep the tensor without copying it, and must be quick. Speak
+    to it from a hook while `torch.compiler.is_compiling()`: `ear.speak(tensor, site)`.
+    """
+
+    def __init__(self, listen: Listen) -> None:
+        self.listen = listen
+        self.number = next(_NUMBERS)
+        self.operator = _operator()
+        self.tokens: dict[str, torch.Tensor] = {}
+        _EARS[self.number] = self
+
+    def prepare(self, device: torch.device) -> None:
+        """Have a token on a device before anything is traced there."""
+        if str(device) not in self.tokens and device.type != "meta":
+            with torch.inference_mode(False), torch.device(device):
+                self.tokens[str(device)] = torch.zeros(1)
+
+    def speak(self, tensor: torch.Tensor, site: int) -> None:
+        """Send a tensor to `listen`; traceable. A tensor on an unprepared device is not sent."""
+        token = self.tokens.get(str(tensor.device))
+        if token is not None:
+            self.operator(tensor.detach(), token, self.number, site)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ear:
+        return self
+
+
+def recomputing() -> bool:
+    """Whether this runs inside a backward pass; in a forward hook: activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
