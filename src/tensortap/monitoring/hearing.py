@@ -22,16 +22,17 @@ import torch
 __all__ = ["Ear", "recomputing"]
 
 Listen = Callable[[int, torch.Tensor], None]
+ListenByLeaf = Callable[[int, torch.Tensor, str], None]
 
 _EARS: weakref.WeakValueDictionary[int, Ear] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 _LIBRARY: list[Any] = []
 
 
-def _hear(tensor: torch.Tensor, token: torch.Tensor, ear: int, site: int) -> None:
+def _hear(tensor: torch.Tensor, token: torch.Tensor, ear: int, site: int, leaf: str) -> None:
     found = _EARS.get(ear)
     if found is not None:
-        found.listen(site, tensor)
+        found.hear(site, tensor, leaf)
 
 
 @cache
@@ -39,9 +40,9 @@ def _operator() -> Any:
     """The operator, defined on first use: importing this module changes nothing in torch."""
     make: Any = torch.library.Library  # untyped in torch
     library = make("tensortap", "DEF")
-    library.define("hear(Tensor tensor, Tensor(a!) token, int ear, int site) -> ()")
+    library.define("hear(Tensor tensor, Tensor(a!) token, int ear, int site, str leaf) -> ()")
     library.impl("hear", _hear, "CompositeExplicitAutograd")
-    library.impl("hear", lambda tensor, token, ear, site: None, "Meta")
+    library.impl("hear", lambda tensor, token, ear, site, leaf: None, "Meta")
     _LIBRARY.append(library)  # it is undefined when its library is collected
     return torch.ops.tensortap.hear.default
 
@@ -50,11 +51,15 @@ class Ear:
     """Hears tensors from inside compiled graphs: `listen(site, tensor)` is called at run time.
 
     `listen` must not raise, must not keep the tensor without copying it, and must be quick. Speak
-    to it from a hook while `torch.compiler.is_compiling()`: `ear.speak(tensor, site)`.
+    to it from a hook while `torch.compiler.is_compiling()`: `ear.speak(tensor, site)`. With
+    `by_leaf` it also gets the leaf that was spoken with: `listen(site, tensor, leaf)`.
     """
 
-    def __init__(self, listen: Listen) -> None:
-        self.listen = listen
+    def __init__(
+        self, listen: Listen | None = None, *, by_leaf: ListenByLeaf | None = None
+    ) -> None:
+        self._listen = listen
+        self._by_leaf = by_leaf
         self.number = next(_NUMBERS)
         self.operator = _operator()
         self.tokens: dict[str, torch.Tensor] = {}
@@ -66,11 +71,18 @@ class Ear:
             with torch.inference_mode(False), torch.device(device):
                 self.tokens[str(device)] = torch.zeros(1)
 
-    def speak(self, tensor: torch.Tensor, site: int) -> None:
+    def hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:
+        """What the operator does at run time."""
+        if self._by_leaf is not None:
+            self._by_leaf(site, tensor, leaf)
+        elif self._listen is not None:
+            self._listen(site, tensor)
+
+    def speak(self, tensor: torch.Tensor, site: int, leaf: str = "") -> None:
         """Send a tensor to `listen`; traceable. A tensor on an unprepared device is not sent."""
         token = self.tokens.get(str(tensor.device))
         if token is not None:
-            self.operator(tensor.detach(), token, self.number, site)
+            self.operator(tensor.detach(), token, self.number, site, leaf)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ear:
         return self
