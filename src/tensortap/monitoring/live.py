@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DamagedError
-from ..recording.schema import PORTS
+from ..recording.schema import LIVE, PORTS
 from ..recording.segment import Segment, read_segment
 from ..recording.store import Store, open_store
 from .step import Step
@@ -31,7 +31,6 @@ __all__ = [
     "write_live",
 ]
 
-LIVE = "live.json"
 _LARGEST = 64 << 20
 _COUNTS = ("count", "nan", "posinf", "neginf", "zeros")
 _NUMBERS = ("mean", "std", "min", "max", "absmax", "l2", "rms")
@@ -228,9 +227,10 @@ def _checked(data: Any) -> Live:
 
 
 def _checked_row(item: Any) -> LiveRow:
-    where: dict[str, Any] = {name: _text(item, name) for name in ("layer", "port", "leaf")}
-    counts = {name: _whole(item, name) for name in _COUNTS}
-    return LiveRow(**where, **counts, **{name: _number(item[name]) for name in _NUMBERS})
+    values: dict[str, Any] = {name: _text(item, name) for name in ("layer", "port", "leaf")}
+    values |= {name: _whole(item, name) for name in _COUNTS}
+    values |= {name: _number(item[name]) for name in _NUMBERS}
+    return LiveRow(**values)
 
 
 def _list(data: Any, name: str) -> Iterable[Any]:

@@ -15,6 +15,7 @@ from ..errors import DamagedError, VersionError
 __all__ = [
     "COMPARISON",
     "FORMAT",
+    "LIVE",
     "MANIFEST",
     "PORTS",
     "Manifest",
@@ -29,6 +30,7 @@ __all__ = [
 FORMAT = 1
 MANIFEST = "recording.json"
 COMPARISON = "comparison.json"
+LIVE = "live.json"
 HEADER_KEY = "tensortap"
 SUMMARIES = "summaries"
 HISTOGRAM_BUCKETS = "histogram_buckets"

@@ -234,12 +234,7 @@ def _build(
     summaries = tensors[SUMMARIES][1] if SUMMARIES in tensors else (0, WIDTH)
     if len(summaries) != 2 or summaries[1] != WIDTH:
         raise DamagedError(f"{where} is corrupt: its summaries have shape {list(summaries)}.")
-    rows = tuple(tuple(int(n) for n in row) for row in document["rows"])
-    for row in rows:
-        if len(row) != len(_ROW_FIELDS) or not 0 <= row[0] < len(sites):
-            raise DamagedError(f"{where} is corrupt: the row {row} points to no site.")
-        if row[6] >= summaries[0]:
-            raise DamagedError(f"{where} is corrupt: the row {row} points to no summary.")
+    rows = _checked_rows(document["rows"], len(sites), summaries[0], where)
     sketches = tuple((int(r), int(n)) for r, n in document.get("sketches", ()))
     kept = tensors[SKETCHES][1] if SKETCHES in tensors else (0,)
     if sketches and kept != (sum(count for _, count in sketches),):
@@ -251,13 +246,36 @@ def _build(
         number=int(document["number"]),
         merged=tuple(str(n) for n in document.get("merged", ())),
         sites=sites,
-        rows=rows,  # type: ignore[arg-type]
+        rows=rows,
         tensors=tensors,
         histograms=tuple((int(r), int(n)) for r, n in document.get("histograms", ())),
         data_start=header[0],
         padding=header[1],
         sketches=sketches,
     )
+
+
+def _checked_rows(rows: Any, sites: int, summaries: int, where: str) -> tuple[RawRow, ...]:
+    """The rows, each of which points to a site and a summary that are there.
+
+    A watched run has hundreds of thousands, so they are looked at all at once, and one by one only
+    to name the one that is wrong.
+    """
+    try:
+        numbers = np.array(rows)
+    except ValueError:
+        numbers = np.empty(0)
+    if numbers.dtype == np.int64 and numbers.shape[1:] == (len(_ROW_FIELDS),):
+        at = numbers[:, 0]
+        if ((at >= 0) & (at < sites) & (numbers[:, 6] < summaries)).all():
+            return tuple(map(tuple, rows))
+    checked = tuple(tuple(int(n) for n in row) for row in rows)
+    for row in checked:
+        if len(row) != len(_ROW_FIELDS) or not 0 <= row[0] < sites:
+            raise DamagedError(f"{where} is corrupt: the row {row} points to no site.")
+        if row[6] >= summaries:
+            raise DamagedError(f"{where} is corrupt: the row {row} points to no summary.")
+    return checked  # type: ignore[return-value]
 
 
 def _site(item: Any, where: str) -> Site:

@@ -35,7 +35,7 @@ from .merge import merge_small
 from .parcel import Entry, Flush, Line, Moment, Parcel
 from .pieces import address_of
 from .rows import fill_row, sparse
-from .schema import COMPARISON, MANIFEST, Manifest, Row, Site, Status
+from .schema import COMPARISON, LIVE, MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Spool
 from .store import Store, open_store
 
@@ -65,6 +65,7 @@ def prepare(store: Store, *, overwrite: bool) -> None:
         store.remove(name)
     if old:
         store.remove(COMPARISON)
+        store.remove(LIVE)
 
 
 def _is_segment(name: str) -> bool:
