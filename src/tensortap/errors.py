@@ -11,7 +11,8 @@
     │   └── DamagedError        a truncated or corrupt file
     ├── ComparisonError         recordings that cannot be compared
     ├── LayoutError             a tree of .pt, .npy or .npz files that cannot be read or written
-    └── MissingExtraError       a package that is not installed               (also an ImportError)
+    ├── MissingExtraError       a package that is not installed               (also an ImportError)
+    └── WatchAlarm              a rule of a watch that came true, where the user asked to raise
 
 A message is a sentence: what is wrong, where, what was got and expected, what to do.
 The command line prints it alone and exits with 2. Anything else that escapes is a bug of ours
@@ -33,6 +34,7 @@ __all__ = [
     "TapError",
     "TargetError",
     "VersionError",
+    "WatchAlarm",
 ]
 
 
@@ -88,3 +90,11 @@ class MissingExtraError(TapError, ImportError):
             f"{purpose} needs {package}, which is not installed. "
             f"Install it with: pip install 'tensortap[{extra}]'"
         )
+
+
+class WatchAlarm(TapError):
+    """A rule that came true while a model trained, with the action "raise"."""
+
+    def __init__(self, text: str, alarm: object = None) -> None:
+        super().__init__(text)
+        self.alarm = alarm
