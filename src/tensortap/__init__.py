@@ -9,6 +9,8 @@
     run["model.layers.0"].output
     result = tap.compare("runs/fp32", "runs/int8")
     result.first_divergence
+    with tap.watch(model, "runs/train"):
+        ...  # any training loop
 
 The names below are loaded when they are first used, so that importing tensortap costs nothing.
 """
@@ -35,7 +37,11 @@ if TYPE_CHECKING:
     from .comparing.compare import compare
     from .comparing.replay import Replay, replay
     from .comparing.streaming import Window, find_window
-    from .errors import TapError
+    from .errors import TapError, WatchAlarm
+    from .monitoring.monitor import Monitor
+    from .monitoring.rules import Alarm, Rule
+    from .monitoring.trainer import MonitoredTrainer
+    from .monitoring.watch import Watcher, watch
     from .numerics import Difference, Histogram, Summary, summarize
     from .numerics.difference import difference
     from .recording import Finding, Layer, Limits, Record, Recording, check, open
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from .targets import Target
 
 _HOMES = {
+    "Alarm": "monitoring.rules",
     "Blame": "comparing.blame",
     "BlamedLayer": "comparing.blame",
     "Cause": "comparing.causes",
@@ -54,15 +61,20 @@ _HOMES = {
     "LayerComparison": "comparing",
     "Limits": "recording",
     "Modes": "comparing",
+    "Monitor": "monitoring.monitor",
+    "MonitoredTrainer": "monitoring.trainer",
     "Part": "comparing",
     "Record": "recording",
     "Recorder": "taps",
     "Recording": "recording",
     "Replay": "comparing.replay",
+    "Rule": "monitoring.rules",
     "Summary": "numerics",
     "TapError": "errors",
     "TapWarning": "taps",
     "Target": "targets",
+    "WatchAlarm": "errors",
+    "Watcher": "monitoring.watch",
     "Window": "comparing.streaming",
     "blame": "comparing.blame",
     "check": "recording",
@@ -76,9 +88,11 @@ _HOMES = {
     "replay": "comparing.replay",
     "summarize": "numerics",
     "testing": "testing",
+    "watch": "monitoring.watch",
 }
 
 __all__ = [
+    "Alarm",
     "Blame",
     "BlamedLayer",
     "Cause",
@@ -90,15 +104,20 @@ __all__ = [
     "LayerComparison",
     "Limits",
     "Modes",
+    "Monitor",
+    "MonitoredTrainer",
     "Part",
     "Record",
     "Recorder",
     "Recording",
     "Replay",
+    "Rule",
     "Summary",
     "TapError",
     "TapWarning",
     "Target",
+    "WatchAlarm",
+    "Watcher",
     "Window",
     "blame",
     "check",
@@ -112,6 +131,7 @@ __all__ = [
     "replay",
     "summarize",
     "testing",
+    "watch",
 ]
 
 

@@ -1,0 +1,167 @@
+"""Parameters, their gradients, and what a step did to them.
+
+Gradients are read when the optimizer is about to step: after accumulation, unscaling and clipping,
+which is what the optimizer sees. An update is the parameter behind the step minus the one before
+it: exactly, from a copy that is made when such a step begins, or over a fixed sample of the
+elements where there is no room for a second copy of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..recording.dtypes import dtype_name
+from ..recording.schema import Port, Site
+from ..selection import select
+from ..selection.sites import sites
+from ..taps.plain import is_plain, plain_parts
+from ..taps.unseen import unseen
+from .places import Take
+
+__all__ = ["Parameters", "Updates"]
+
+Updates = Literal["exact", "sampled"]
+_SAMPLE = 1 << 14
+
+
+@dataclass(eq=False)
+class _Parameter:
+    layer: str
+    leaf: str
+    type: str
+    values: nn.Parameter
+    before: torch.Tensor | None = None
+
+
+class Parameters:
+    """The parameters of a model, or of some of its layers."""
+
+    def __init__(self, model: nn.Module, layers: bool | str | Sequence[str], take: Take) -> None:
+        self._take = take
+        self._parameters = list(_parameters(model, layers))
+        self._sites: dict[Any, Site] = {}
+        self.unheard: dict[tuple[str, str], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers that own them."""
+        return list(dict.fromkeys(parameter.layer for parameter in self._parameters))
+
+    def grads(self) -> Iterator[tuple[Site, torch.Tensor]]:
+        """The gradients that are there now, where they are plain."""
+        for parameter in self._parameters:
+            grad = parameter.values.grad
+            if grad is not None and is_plain(grad):
+                yield self._site(parameter, "grad_param", grad), grad
+
+    def take_values(self) -> None:
+        for parameter in self._parameters:
+            self._take_any(parameter, "param", parameter.values)
+
+    def take_grads(self) -> None:
+        for parameter in self._parameters:
+            grad = parameter.values.grad
+            if grad is not None:
+                self._take_any(parameter, "grad_param", grad)
+
+    def remember(self, how: Updates) -> None:
+        """Copy what is there now, to know afterwards what a step did. The copies stay in place."""
+        with unseen(), torch.no_grad():
+            for parameter in self._parameters:
+                values = _local(parameter.values)
+                if values is None or not parameter.values.requires_grad:
+                    continue
+                now = values if how == "exact" else _sample(values)
+                if parameter.before is None or parameter.before.shape != now.shape:
+                    parameter.before = torch.empty_like(now)
+                parameter.before.copy_(now)
+
+    def take_updates(self, how: Updates) -> None:
+        """What the step did; `remember` came before it."""
+        with unseen(), torch.no_grad():
+            for parameter in self._parameters:
+                values, before = _local(parameter.values), parameter.before
+                if values is None or before is None:
+                    continue
+                now = values if how == "exact" else _sample(values)
+                if now.shape == before.shape:
+                    torch.sub(now, before, out=before)
+                    self._take(self._site(parameter, "update", before), 0, before)
+
+    def forget(self) -> None:
+        """Give the copies back."""
+        for parameter in self._parameters:
+            parameter.before = None
+
+    def _take_any(self, parameter: _Parameter, port: Port, tensor: torch.Tensor) -> None:
+        with unseen():
+            if is_plain(tensor):
+                self._take(self._site(parameter, port, tensor), 0, tensor)
+                return
+            try:
+                with torch.no_grad():
+                    for tail, part in plain_parts(tensor, 1 << 28):
+                        self._take(self._site(parameter, port, part, tail), 0, part)
+            except Exception as error:  # of a kind that has no values to look at
+                key = (parameter.layer, parameter.leaf)
+                self.unheard[key] = str(error).split("\n", 1)[0]
+
+    def _site(
+        self, parameter: _Parameter, port: Port, tensor: torch.Tensor, tail: str = ""
+    ) -> Site:
+        key = (id(parameter), port, tail, tensor.shape, tensor.dtype, tensor.device)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(
+                parameter.layer,
+                port,
+                parameter.leaf + tail,
+                None,
+                parameter.type,
+                tuple(tensor.shape),
+                dtype_name(tensor.dtype),
+                str(tensor.device),
+            )
+        return site
+
+
+def _parameters(model: nn.Module, layers: bool | str | Sequence[str]) -> Iterator[_Parameter]:
+    """Each parameter once, under the layer that owns it."""
+    everywhere = isinstance(layers, bool)
+    wanted = [] if everywhere else [layer.name for layer in select(model, layers).layers]  # type: ignore[arg-type]
+    seen: set[int] = set()
+    for site in sites(model):
+        inside = everywhere or any(
+            not name or site.name == name or site.name.startswith(f"{name}.") for name in wanted
+        )
+        if not inside:
+            continue
+        for name, values in site.module._parameters.items():
+            if values is not None and id(values) not in seen:
+                seen.add(id(values))
+                yield _Parameter(site.name, f".{name}", site.type, values)
+
+
+def _local(values: torch.Tensor) -> torch.Tensor | None:
+    """The plain memory behind a parameter; None where there is none."""
+    if is_plain(values):
+        return values
+    if hasattr(values, "to_local"):
+        local = values.to_local()
+        return local if is_plain(local) else None
+    return None
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """At most 16384 elements, evenly spread in the order of memory, always the same ones."""
+    flat = values.reshape(-1) if values.is_contiguous() else values.contiguous().reshape(-1)
+    stride = max(1, -(-flat.numel() // _SAMPLE))
+    return flat[::stride]

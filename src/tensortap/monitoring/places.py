@@ -1,0 +1,322 @@
+"""Listening to the layers of a model that trains.
+
+One hook a layer, eager or traced. In eager mode it reduces the outputs on the spot and listens for
+their gradients by tensor hooks; traced by `torch.compile` it speaks to an `Ear`, and the same
+reduction happens when the graph runs. What is computed is decided at run time (`Gate`), so one
+graph serves every cadence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..recording.dtypes import dtype_name
+from ..recording.schema import Port, Site
+from ..selection.sites import Site as Layer
+from ..taps.compiled import contains_compiled
+from ..taps.fused import find_fused, listen_globally
+from ..taps.leaves import flatten
+from ..taps.listener import Listener
+from ..taps.plain import is_plain, plain_parts
+from ..taps.unseen import unseen
+from .hearing import Ear, recomputing
+
+__all__ = ["Gate", "Places"]
+
+Take = Callable[[Site, int, torch.Tensor], object]
+_DENSE_LIMIT = 1 << 28
+
+
+@dataclass(eq=False)
+class Gate:
+    """What is heard in the step that runs."""
+
+    open: bool = False
+    outputs: bool = True
+    grads: bool = True
+
+
+@dataclass(eq=False)
+class _Place:
+    """A layer that is, or can be, listened to."""
+
+    index: int
+    name: str
+    type: str
+    module: nn.Module
+    on: bool = True
+    handle: RemovableHandle | None = None
+    awaiting_grads: list[int] = field(default_factory=list)
+
+
+class Places:
+    """The layers of one model, from `attach` to `detach`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        gate: Gate,
+        take: Take,
+        on_failure: Callable[[Exception], None],
+        *,
+        traces_grads: bool,
+    ) -> None:
+        self._model = model
+        self._gate = gate
+        self._take = take
+        self._on_failure = on_failure
+        self._traces_grads = traces_grads
+        self._ear = Ear(by_leaf=self._hear)
+        self._places: list[_Place] = []
+        self._by_module: dict[int, _Place] = {}
+        self._handles: list[RemovableHandle] = []
+        self._heard_globally: dict[int, Callable[..., None]] = {}
+        self._fused: set[int] = set()
+        self._sites: dict[Any, Site] = {}
+        self._calls: defaultdict[Any, int] = defaultdict(int)
+        self._open_calls: defaultdict[Any, list[int]] = defaultdict(list)
+        self._training: bool | None = None  # inside a forward pass of the whole model
+        self.forwards = 0
+        self.unheard: dict[tuple[str, str], str] = {}
+
+    # Which layers.
+
+    @property
+    def names(self) -> list[str]:
+        """The layers that are listened to now."""
+        return [place.name for place in self._places if place.on]
+
+    def choose(self, layers: Sequence[Layer]) -> None:
+        """Listen to these layers and no others. New ones get a hook."""
+        wanted = {id(layer.module) for layer in layers}
+        for place in self._places:
+            place.on = id(place.module) in wanted
+        for layer in layers:
+            if id(layer.module) not in self._by_module:
+                self._add(layer)
+
+    def beyond(self, layers: Sequence[Layer]) -> list[str]:
+        """Those that have no hook yet: a compiled graph would never hear them."""
+        return [layer.name for layer in layers if id(layer.module) not in self._by_module]
+
+    def _add(self, layer: Layer) -> None:
+        place = _Place(len(self._places), layer.name, layer.type, layer.module)
+        self._places.append(place)
+        self._by_module[id(layer.module)] = place
+        if isinstance(layer.module, torch.jit.ScriptModule):
+            self.unheard[(layer.name, "")] = "it is TorchScript, which takes no hooks"
+            return
+        hook = self._hook(place)
+        if id(layer.module) in self._fused:
+            self._heard_globally[id(layer.module)] = hook
+        else:
+            place.handle = layer.module.register_forward_hook(hook)
+            self._handles.append(place.handle)
+
+    # Attaching and detaching.
+
+    def attach(self, layers: Sequence[Layer], devices: Sequence[torch.device]) -> None:
+        for device in devices:
+            self._ear.prepare(device)
+        self._fused = set() if contains_compiled(self._model) else find_fused(self._model)
+        root = self._model
+        if id(root) not in self._fused:
+            self._handles += [
+                root.register_forward_pre_hook(Listener(self._enter)),
+                root.register_forward_hook(Listener(self._leave), always_call=True),
+            ]
+        if self._fused:
+            self._handles += listen_globally({}, self._heard_globally)
+        self.choose(layers)
+
+    def detach(self) -> None:
+        self._gate.open = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._heard_globally.clear()
+
+    def begin(self) -> None:
+        """A step begins: calls count from 0 again."""
+        self._calls.clear()
+        self._open_calls.clear()
+        self.forwards = 0
+        for place in self._places:
+            place.awaiting_grads.clear()
+
+    # Hooks on the whole model: does it train, or is this an evaluation?
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or recomputing():
+            return
+        self._training = module.training and torch.is_grad_enabled()
+        self.forwards += self._training
+        self._stay_last()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and not recomputing():
+            self._training = None
+
+    def _trains(self) -> bool:
+        return self._model.training if self._training is None else self._training
+
+    def _stay_last(self) -> None:
+        """Others may have added hooks since: what we hear is what comes out behind theirs."""
+        for place in self._places:
+            hooks = place.module._forward_hooks
+            if place.handle is not None and next(reversed(hooks)) != place.handle.id:
+                hooks.move_to_end(place.handle.id)  # type: ignore[attr-defined]
+
+    # Hooks on layers.
+
+    def _hook(self, place: _Place) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                self._trace(place, output)
+                return
+            if not (self._gate.open and place.on and self._trains()):
+                return
+            try:
+                with unseen():
+                    self._heard(place, output)
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+
+        return Listener(hook)
+
+    def _heard(self, place: _Place, output: Any) -> None:
+        leaves = flatten(output)
+        if recomputing():
+            if self._gate.grads and place.awaiting_grads:
+                self._listen_to_grads(place, place.awaiting_grads.pop(), leaves)
+            return
+        call = self._calls[place.index]
+        self._calls[place.index] = call + 1
+        if self._gate.outputs:
+            for leaf, tensor in leaves:
+                if tensor is not None:
+                    self._take_any(place, "output", leaf, call, tensor)
+        if self._gate.grads and not self._listen_to_grads(place, call, leaves):
+            place.awaiting_grads.append(call)
+
+    def _listen_to_grads(
+        self, place: _Place, call: int, leaves: Sequence[tuple[str, torch.Tensor | None]]
+    ) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        for leaf, tensor in leaves:
+            if tensor is not None and tensor.requires_grad:
+                register: Any = tensor.register_hook  # untyped in torch
+                register(self._grad_hook(place, call, leaf))
+        return True
+
+    def _grad_hook(self, place: _Place, call: int, leaf: str) -> Callable[[torch.Tensor], None]:
+        def hook(grad: torch.Tensor) -> None:
+            if not (self._gate.open and self._gate.grads and place.on):
+                return
+            try:
+                with unseen():
+                    self._take_any(place, "grad_output", leaf, call, grad)
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+
+        return hook
+
+    # Inside compiled graphs.
+
+    def _trace(self, place: _Place, output: Any) -> None:
+        """Called while a graph is traced: nothing here may depend on what changes later."""
+        if not (torch.is_grad_enabled() and self._model.training):
+            return
+        ear, site = self._ear, 2 * place.index
+        for leaf, tensor in _traceable(output, ""):
+            ear.speak(tensor, site, leaf)
+            if self._traces_grads and tensor.requires_grad:
+                tensor.register_hook(_speaker(ear, site + 1, leaf))  # type: ignore[no-untyped-call]
+
+    def _hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:
+        """A graph runs, and one of its tensors is there."""
+        gate, place = self._gate, self._places[site >> 1]
+        self.forwards += not site & 1
+        if not (gate.open and place.on):
+            return
+        try:
+            with unseen():
+                key = (place.index, leaf)
+                if site & 1:
+                    if gate.grads:
+                        open_calls = self._open_calls[key]
+                        call = open_calls.pop() if open_calls else 0
+                        self._take_any(place, "grad_output", leaf, call, tensor)
+                elif not recomputing():
+                    call = self._calls[key]
+                    self._calls[key] = call + 1
+                    self._open_calls[key].append(call)
+                    if gate.outputs:
+                        self._take_any(place, "output", leaf, call, tensor)
+        except Exception as error:  # the model must not notice
+            self._on_failure(error)
+
+    # Taking.
+
+    def _take_any(
+        self, place: _Place, port: Port, leaf: str, call: int, tensor: torch.Tensor
+    ) -> None:
+        if is_plain(tensor):
+            self._take(self._site(place, port, leaf, tensor), call, tensor)
+            return
+        try:
+            with torch.no_grad():
+                for tail, part in plain_parts(tensor, _DENSE_LIMIT):
+                    self._take(self._site(place, port, leaf + tail, part), call, part)
+        except Exception as error:  # a tensor of a kind that has no values to look at
+            self.unheard[(place.name, leaf)] = str(error).split("\n", 1)[0]
+
+    def _site(self, place: _Place, port: Port, leaf: str, tensor: torch.Tensor) -> Site:
+        key = (place.index, port, leaf, tensor.shape, tensor.dtype, tensor.device)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(
+                place.name,
+                port,
+                leaf,
+                None,
+                place.type,
+                tuple(tensor.shape),
+                dtype_name(tensor.dtype),
+                str(tensor.device),
+            )
+        return site
+
+
+def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], None]:
+    def hook(grad: torch.Tensor) -> None:
+        ear.speak(grad, site, leaf)
+
+    return hook
+
+
+def _traceable(value: Any, leaf: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """`taps.leaves.flatten` in terms that can be traced; None and others are passed over."""
+    if isinstance(value, torch.Tensor):
+        yield leaf, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from _traceable(getattr(value, item.name, None), f"{leaf}.{item.name}")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _traceable(inner, f"{leaf}[{key!r}]")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield from _traceable(getattr(value, name), f"{leaf}.{name}")
+    elif isinstance(value, tuple | list):
+        for index, inner in enumerate(value):
+            yield from _traceable(inner, f"{leaf}[{index}]")
