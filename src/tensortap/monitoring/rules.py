@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import OptionError
+from ..errors import OptionError, WatchAlarm
 from ..recording.schema import PORTS, Port
 from .alarms import Alarm, bad_alarm, logged_alarm, place_alarm, step_alarm
 from .conditions import Action, Rule, Term, Way
 from .metrics import NORMS, Layout, Rows, Values
 from .step import Key, Step
 
-__all__ = ["Action", "Alarm", "Rule", "Rules"]
+__all__ = ["Action", "Alarm", "Rule", "Rules", "WatchAlarm"]
 
 _LAYOUTS = 4  # steps come in a few kinds: with parameters, without them
 
@@ -233,6 +233,11 @@ class Rules:
     def needs_now(self) -> bool:
         """Whether an alarm must be acted on at its step, not merely told."""
         return any(rule.action != "warn" for rule in self.rules)
+
+    @property
+    def needs_tensors(self) -> bool:
+        """Whether a rule may ask for the full tensors of a step."""
+        return any(rule.action == "snapshot" for rule in self.rules)
 
     def judge(self, step: Step) -> list[Alarm]:
         """The alarms of a step: in order of the rules, one a rule unless `or` gives it several."""
