@@ -60,7 +60,12 @@ LayersOption = Annotated[
     ),
 ]
 PortOption = Annotated[
-    MaybeText, typer.Option("--port", help="input, output, grad_input or grad_output.")
+    MaybeText,
+    typer.Option(
+        "--port",
+        help="input, output, grad_input, grad_output; of a training run also param, grad_param, "
+        "update, scalar.",
+    ),
 ]
 LeafOption = Annotated[
     MaybeText, typer.Option("--leaf", help="The leaf of a nested output, as [0] or .logits.")

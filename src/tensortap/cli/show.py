@@ -57,8 +57,10 @@ def _all(
     each: bool,
     as_json: bool,
 ) -> None:
+    from ..recording.series import is_watched
     from ..reporting.progress import progress
     from ..reporting.tables import header, layer_rows, layers_table
+    from ..reporting.watched import scalars_table, watched_rows, watched_table, ways
     from ..selection.recorded import choose_layers, choose_port, choose_records
 
     wanted = set(choose_layers(recording, patterns))
@@ -68,8 +70,10 @@ def _all(
         batch=batch,
         call=call,
     )
+    watched = is_watched(recording) and not each and batch is None and call is None
     with progress("Reading") as advance:
-        rows = layer_rows(records, each=each, progress=advance)
+        found = ways(records) if watched else []
+        rows = watched_rows(found) or layer_rows(records, each=each, progress=advance)
     if as_json:
         print_json(
             {
@@ -77,6 +81,7 @@ def _all(
                 "status": recording.status,
                 "mode": recording.manifest.mode,
                 "notes": recording.notes,
+                **({"watched": True} if watched else {}),
                 "layers": [row.to_dict() for row in rows],
             }
         )
@@ -85,7 +90,12 @@ def _all(
 
     console = stdout()
     console.print(header(recording), style="dim")
-    print_table(console, layers_table(rows, each=each))
+    if not watched:
+        print_table(console, layers_table(rows, each=each))
+    for made in (scalars_table(found), watched_table(found)):
+        if made is not None:
+            print_table(console, made)
+            console.print()
 
 
 def _one(

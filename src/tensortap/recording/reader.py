@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import gc
 import json
 import os
 import re
@@ -48,9 +49,22 @@ def open(path: str | os.PathLike[str], *, partial: bool = False) -> Recording:
     """Open the recording in a folder; `partial` leaves damaged segments out and says so."""
     store = open_store(path)
     for _ in range(5):
-        with contextlib.suppress(FileNotFoundError):  # segments were joined under our eyes
+        # segments may be joined under our eyes
+        with contextlib.suppress(FileNotFoundError), undisturbed():
             return _open(store, partial)
     raise RecordingError(f"{store.url} changes faster than it can be read. Try again.")
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """While many small objects are made that stay: looking for garbage among them takes longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _open(store: Store, partial: bool) -> Recording:
@@ -209,7 +223,11 @@ class Record:
     def where(self) -> str:
         """This record in words, for messages."""
         leaf = f" {self.leaf}" if self.leaf else ""
-        return f"{self.port}{leaf} of '{self.layer}', batch {self.batch}, call {self.call}"
+        when = f"batch {self.batch}, call {self.call}"
+        when = f"epoch {self.epoch}, {when}" if self.epoch else when
+        if self.port == "scalar":
+            return f"scalar '{self.layer}', {when}"
+        return f"{self.port}{leaf} of '{self.layer}', {when}"
 
 
 @dataclass(frozen=True)
@@ -303,10 +321,11 @@ class Recording(Mapping[str, Layer]):
     @functools.cached_property
     def records(self) -> list[Record]:
         """Every record, in order of execution."""
-        return sorted(
-            (record for layer in self.values() for record in layer.records),
-            key=lambda record: (record.rank, record.order),
-        )
+        with undisturbed():
+            return sorted(
+                (record for layer in self.values() for record in layer.records),
+                key=lambda record: (record.rank, record.order),
+            )
 
     @property
     def steps(self) -> list[tuple[int, int]]:
@@ -381,7 +400,8 @@ class Recording(Mapping[str, Layer]):
         return recording_table(self)
 
     def _layer(self, name: str) -> Layer:
-        records = tuple(self._record(segment, row) for segment, row in self._rows[name])
+        with undisturbed():
+            records = tuple(self._record(segment, row) for segment, row in self._rows[name])
         first = records[0]
         return Layer(name, first.alias, first.type, first.order, records)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..recording.series import Series, summary_table
 from . import text
 from .console import table
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..recording.health import Finding
     from ..recording.reader import Record, Recording
 
-__all__ = ["LayerRow", "findings_table", "header", "layer_rows", "layers_table"]
+__all__ = ["LayerRow", "findings_table", "header", "layer_rows", "layers_table", "row_of"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class LayerRow:
     call: int | None
     rank: int
     summary: Summary
+    over_steps: dict[str, Any] | None = None  # of a watched run: first and last, and the way there
 
     def to_dict(self) -> dict[str, Any]:
         """The row as `show --json` prints it."""
@@ -60,6 +61,8 @@ class LayerRow:
             result["shapes"] = [list(shape) for shape in self.shapes]
         if len(self.dtypes) > 1:
             result["dtypes"] = list(self.dtypes)
+        if self.over_steps is not None:
+            result["over_steps"] = self.over_steps
         moments = {"epoch": self.epoch, "batch": self.batch, "call": self.call}
         return {**result, **{key: value for key, value in moments.items() if value is not None}}
 
@@ -79,12 +82,13 @@ def layer_rows(
     for number, group in enumerate(groups.values()):
         if progress is not None:
             progress(number, len(groups))
-        rows.append(_row(group))
+        rows.append(row_of(Series(tuple(group), summary_table(group))))
     return rows
 
 
-def _row(records: Sequence[Record]) -> LayerRow:
-    first = records[0]
+def row_of(series: Series, over_steps: dict[str, Any] | None = None) -> LayerRow:
+    """One row for all moments of a place."""
+    records, first = series.records, series.first
     single = len(records) == 1
     return LayerRow(
         layer=first.layer,
@@ -100,7 +104,8 @@ def _row(records: Sequence[Record]) -> LayerRow:
         batch=first.batch if single else None,
         call=first.call if single else None,
         rank=first.rank,
-        summary=functools.reduce(lambda a, b: a.merge(b), (r.summary for r in records)),
+        summary=series.summary(),
+        over_steps=over_steps,
     )
 
 
