@@ -42,6 +42,7 @@ class Clock:
         self._ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._last: Callable[[], Any] = lambda: None  # whose step ends the step
         self._stepped: list[int] = []  # the optimizers of the step that is being taken
+        self.moved: set[int] = set()  # the ids of the parameters that they hold
         self._ended = False
         self._handles: list[RemovableHandle] = []
 
@@ -78,6 +79,7 @@ class Clock:
             self._ended = False
             self._before()
         self._stepped.append(id(optimizer))
+        self.moved.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
     def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._stepped:
@@ -91,3 +93,4 @@ class Clock:
         self._stepped.clear()
         self._ended = True
         self._after()
+        self.moved.clear()

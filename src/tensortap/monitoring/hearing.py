@@ -6,7 +6,11 @@ function, eager or compiled, in the forward pass or the backward one. Whether an
 them is decided there, so one graph serves every cadence. A call costs about two microseconds.
 
 The operator says that it writes to `token`, which keeps it from being thrown away as useless and
-keeps calls in order; nothing is written to it.
+keeps calls in order; nothing is written to it. The backward pass has a token of its own: one that
+the forward pass has "written" since would not be what autograd saved.
+
+Dynamo shares graphs among instances of a class and does not look at their hooks when it does so:
+a watched model would get the graph of one that is not. `HooksGuarded` makes it look.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Ear", "recomputing"]
+__all__ = ["Ear", "HooksGuarded", "recomputing"]
 
 Listen = Callable[[int, torch.Tensor], None]
 ListenByLeaf = Callable[[int, torch.Tensor, str], None]
@@ -63,6 +67,7 @@ class Ear:
         self.number = next(_NUMBERS)
         self.operator = _operator()
         self.tokens: dict[str, torch.Tensor] = {}
+        self.backward_tokens: dict[str, torch.Tensor] = {}
         _EARS[self.number] = self
 
     def prepare(self, device: torch.device) -> None:
@@ -70,6 +75,7 @@ class Ear:
         if str(device) not in self.tokens and device.type != "meta":
             with torch.inference_mode(False), torch.device(device):
                 self.tokens[str(device)] = torch.zeros(1)
+                self.backward_tokens[str(device)] = torch.zeros(1)
 
     def hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:
         """What the operator does at run time."""
@@ -78,14 +84,54 @@ class Ear:
         elif self._listen is not None:
             self._listen(site, tensor)
 
-    def speak(self, tensor: torch.Tensor, site: int, leaf: str = "") -> None:
-        """Send a tensor to `listen`; traceable. A tensor on an unprepared device is not sent."""
-        token = self.tokens.get(str(tensor.device))
+    def speak(
+        self, tensor: torch.Tensor, site: int, leaf: str = "", *, backward: bool = False
+    ) -> None:
+        """Send a tensor to `listen`; traceable. A tensor on an unprepared device is not sent.
+
+        From a tensor's gradient hook, say `backward=True`.
+        """
+        tokens = self.backward_tokens if backward else self.tokens
+        token = tokens.get(str(tensor.device))
         if token is not None:
             self.operator(tensor.detach(), token, self.number, site, leaf)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ear:
         return self
+
+
+class HooksGuarded:
+    """While it is held, graphs are compiled so that they notice when a module's hooks change."""
+
+    _held = 0
+    _before: bool | None = None
+
+    def __init__(self) -> None:
+        self._mine = False
+
+    def hold(self) -> None:
+        if not self._mine:
+            self._mine = True
+            if HooksGuarded._held == 0:
+                HooksGuarded._before = _guards(False)
+            HooksGuarded._held += 1
+
+    def release(self) -> None:
+        if self._mine:
+            self._mine = False
+            HooksGuarded._held -= 1
+            if HooksGuarded._held == 0 and HooksGuarded._before is not None:
+                _guards(HooksGuarded._before)
+
+
+def _guards(skip: bool) -> bool | None:
+    """Tell dynamo whether to pass over hooks; what it did before, None without such a switch."""
+    import torch._dynamo.config as config
+
+    before: bool | None = getattr(config, "skip_nnmodule_hook_guards", None)
+    if before is not None:
+        config.skip_nnmodule_hook_guards = skip
+    return before
 
 
 def recomputing() -> bool:

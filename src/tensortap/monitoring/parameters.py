@@ -8,7 +8,7 @@ elements where there is no room for a second copy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -84,12 +84,13 @@ class Parameters:
                     parameter.before = torch.empty_like(now)
                 parameter.before.copy_(now)
 
-    def take_updates(self, how: Updates) -> None:
-        """What the step did; `remember` came before it."""
+    def take_updates(self, how: Updates, moved: Collection[int] | None = None) -> None:
+        """What the step did to the parameters of these ids; `remember` came before it."""
         with unseen(), torch.no_grad():
             for parameter in self._parameters:
                 values, before = _local(parameter.values), parameter.before
-                if values is None or before is None:
+                missed = moved is not None and id(parameter.values) not in moved
+                if values is None or before is None or missed:
                     continue
                 now = values if how == "exact" else _sample(values)
                 if now.shape == before.shape:

@@ -27,7 +27,7 @@ from ..taps.leaves import flatten
 from ..taps.listener import Listener
 from ..taps.plain import is_plain, plain_parts
 from ..taps.unseen import unseen
-from .hearing import Ear, recomputing
+from .hearing import Ear, HooksGuarded, recomputing
 
 __all__ = ["Gate", "Places"]
 
@@ -75,6 +75,7 @@ class Places:
         self._on_failure = on_failure
         self._traces_grads = traces_grads
         self._ear = Ear(by_leaf=self._hear)
+        self._guarded = HooksGuarded()
         self._places: list[_Place] = []
         self._by_module: dict[int, _Place] = {}
         self._handles: list[RemovableHandle] = []
@@ -124,6 +125,7 @@ class Places:
     # Attaching and detaching.
 
     def attach(self, layers: Sequence[Layer], devices: Sequence[torch.device]) -> None:
+        self._guarded.hold()
         for device in devices:
             self._ear.prepare(device)
         self._fused = set() if contains_compiled(self._model) else find_fused(self._model)
@@ -139,6 +141,7 @@ class Places:
 
     def detach(self) -> None:
         self._gate.open = False
+        self._guarded.release()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -299,7 +302,7 @@ class Places:
 
 def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], None]:
     def hook(grad: torch.Tensor) -> None:
-        ear.speak(grad, site, leaf)
+        ear.speak(grad, site, leaf, backward=True)
 
     return hook
 

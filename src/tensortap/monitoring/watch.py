@@ -32,7 +32,7 @@ from .board import Board
 from .clock import Clock
 from .journal import Entry, Held, Journal
 from .manifest import manifest_of, rank
-from .parameters import Parameters
+from .parameters import Parameters, Updates
 from .places import Gate, Places
 from .rules import Alarm, Rules
 from .sinks import sinks_of
@@ -309,6 +309,8 @@ class Watcher:
             changed = Rules(rules, after=self._rules)
             changed.check(self._all_layers())
             self._use(changed)
+        if not len(self._board) and not self._places.forwards:
+            self._open_gate()  # the step that runs has not begun in earnest
 
     def flush(self) -> None:
         """Return when every step that is over stands on disk, open to any reader."""
@@ -371,6 +373,9 @@ class Watcher:
     def _due(self) -> bool:
         return self.batch % self._every == 0
 
+    def _how(self) -> Updates:
+        return "sampled" if self._updates == "sampled" else "exact"
+
     def _wants(self, port: str) -> bool:
         """Whether parameters are looked at in this step: it is written, or a rule asks."""
         return self._due or port in self._rules.needs
@@ -379,10 +384,14 @@ class Watcher:
         self._places.begin()
         self._scalars = {}
         self._held, self._held_bytes, self._early = {}, 0, []
-        self._gate.outputs, self._gate.grads = self._outputs, self._grads
-        self._gate.open = not self._closed and (self._due or bool(self._rules))
+        self._open_gate()
         if self._manual and self._updates and self._wants("update"):
-            self._parameters.remember("sampled" if self._updates == "sampled" else "exact")
+            self._parameters.remember(self._how())
+
+    def _open_gate(self) -> None:
+        self._gate.outputs, self._gate.grads = self._outputs, self._grads
+        wanted = self._due or bool(self._rules)
+        self._gate.open = wanted and not self._closed and self.failure is None
 
     def _before_step(self) -> None:
         """An optimizer is about to step: gradients are as it will see them."""
@@ -392,7 +401,7 @@ class Watcher:
             if self._grads and self._wants("grad_param"):
                 self._parameters.take_grads()
             if self._updates and not self._manual and self._wants("update"):
-                self._parameters.remember("sampled" if self._updates == "sampled" else "exact")
+                self._parameters.remember(self._how())
             if self._rules.needs_now:
                 self._judge_early()
         except WatchAlarm:
@@ -407,7 +416,8 @@ class Watcher:
             if self._params and self._wants("param"):
                 self._parameters.take_values()
             if self._updates and self._wants("update"):
-                self._parameters.take_updates("sampled" if self._updates == "sampled" else "exact")
+                moved = None if self._manual else self._clock.moved
+                self._parameters.take_updates(self._how(), moved)
             self._end_step()
         except WatchAlarm:
             raise
