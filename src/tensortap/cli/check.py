@@ -41,7 +41,7 @@ def check(
     json: JsonOption = False,
 ) -> int:
     """List what is unhealthy; exit 1 when there are errors."""
-    from ..recording.health import Limits
+    from ..recording.health import Limits, first_bad
     from ..reporting.progress import progress
 
     recording = open_recording(folder, partial=partial)
@@ -56,6 +56,7 @@ def check(
         findings = recording.check(limits)
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
+    first = first_bad(findings)
     if json:
         print_json(
             {
@@ -63,6 +64,7 @@ def check(
                 "errors": errors,
                 "warnings": warnings,
                 "limits": limits.to_dict(),
+                "first": None if first is None else first.to_dict(),
                 "findings": [finding.to_dict() for finding in findings],
                 "notes": recording.notes,
             }
@@ -70,7 +72,7 @@ def check(
     else:
         from ..reporting.console import print_table, stdout
         from ..reporting.tables import findings_table
-        from ..reporting.text import plural
+        from ..reporting.text import clean, plural
 
         if findings:
             print_table(stdout(), findings_table(findings))
@@ -79,5 +81,7 @@ def check(
             f"{plural(errors, 'error')}, {plural(warnings, 'warning')}" if findings else "healthy"
         )
         say(f"{layers}: {found}")
+        if first is not None and errors > 1 and len(recording.steps) > 1:
+            say(f"First in time: {clean(first.text)}")
     print_notes(recording.notes)
     return UNHEALTHY if errors or (strict and warnings) else DONE

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from ..numerics.summary import Summary
 from .pieces import pieces
+from .series import Series, series_of
 
 if TYPE_CHECKING:
     from .reader import Layer, Record, Recording
 
-__all__ = ["Finding", "Limits", "check", "largest_change", "mean_change"]
+__all__ = ["Finding", "Limits", "check", "first_bad", "largest_change", "mean_change"]
 
 Kind = Literal["nan", "inf", "exploding", "dead", "saturated", "underflow", "jump", "incomplete"]
 _PIECE = 4 << 20  # elements
+_MAY_BE_CONSTANT = ("param", "grad_param", "update", "scalar")
+_STILL = {
+    "grad_param": "nothing reaches the parameter, it is frozen or has no part in the loss",
+    "update": "the parameter never moved, it is frozen or its learning rate is zero",
+}
 
 
 @dataclass(frozen=True)
@@ -36,9 +44,19 @@ class Finding:
     kind: str
     severity: Literal["error", "warning"]
     text: str
+    moment: tuple[int, int, int] | None = None  # epoch, batch and call of the first that shows it
+    order: int = field(default=-1, repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, str]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        names = ("layer", "kind", "severity", "text")
+        moment = None if self.moment is None else list(self.moment)
+        return {**{name: getattr(self, name) for name in names}, "moment": moment}
+
+
+def first_bad(findings: Sequence[Finding]) -> Finding | None:
+    """The error that came first in time, whichever layer it is in."""
+    errors = [f for f in findings if f.severity == "error" and f.moment is not None]
+    return min(errors, key=lambda f: (f.moment and f.moment[:2], f.order), default=None)
 
 
 @dataclass(frozen=True)
@@ -84,17 +102,49 @@ def check(
 def _check_layer(layer: Layer, limits: Limits) -> Iterator[Finding]:
     """One finding a kind, port and leaf: the first record that shows it, and how many do."""
     first: dict[tuple[str, str, str], tuple[Finding, int]] = {}
-    for record in layer.records:
-        for kind, severity, what in _judge(record, record.summary, limits):
-            key = (record.port, record.leaf, kind)
-            if key in first:
-                first[key] = (first[key][0], first[key][1] + 1)
-            else:
+    for series in series_of(layer.records):
+        yield from _still(series)
+        for at in np.flatnonzero(_doubtful(series, limits)).tolist():
+            record, summary = series.records[at], Summary.from_row(series.table[at].tolist())
+            for kind, severity, what in _judge(record, summary, limits):
+                key = (record.port, record.leaf, kind)
+                if key in first:
+                    first[key] = (first[key][0], first[key][1] + 1)
+                    continue
                 text = f"The {record.where()} {what}"
-                first[key] = (Finding(layer.name, kind, severity, text), 1)
+                moment = (record.epoch, record.batch, record.call)
+                found = Finding(layer.name, kind, severity, text, moment, record.order)
+                first[key] = (found, 1)
     for finding, times in first.values():
         more = f"; the same in {times - 1} later records" if times > 1 else ""
-        yield Finding(finding.layer, finding.kind, finding.severity, f"{finding.text}{more}.")
+        yield replace(finding, text=f"{finding.text}{more}.")
+
+
+def _doubtful(series: Series, limits: Limits) -> NDArray[np.bool_]:
+    """The records that may be worth a finding; most of a long run are not, and not looked at."""
+    column, count = series.column, series.column("count")
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.bool_] = (
+            (series.bad > 0)
+            | (np.abs(column("mean")) > limits.max_mean)
+            | (column("absmax") > limits.max_abs)
+            | (column("zeros") == count)
+            | (column("min") == column("max"))
+            | (column("saturated") > limits.max_saturated * count)
+            | (column("subnormal") > limits.max_underflow * count)
+        )
+    return found
+
+
+def _still(series: Series) -> Iterator[Finding]:
+    """A parameter that never got a gradient, or never moved, in a run of more than one step."""
+    port, steps, first = series.port, len(series.records), series.first
+    if port not in _STILL or steps < 2 or (series.column("zeros") < series.column("count")).any():
+        return
+    place = f"{port}{' ' + series.leaf if series.leaf else ''} of '{series.layer}'"
+    text = f"The {place} is zero at all {steps} moments: {_STILL[port]}."
+    moment = (first.epoch, first.batch, first.call)
+    yield Finding(series.layer, "dead", "warning", text, moment, first.order)
 
 
 def _judge(
@@ -113,7 +163,7 @@ def _judge(
         )
     if not record.dtype.startswith(("float", "bfloat", "complex")) or not summary.finite:
         return
-    if abs(summary.mean) > limits.max_mean:
+    if abs(summary.mean) > limits.max_mean and record.port != "scalar":
         yield (
             "exploding",
             "warning",
@@ -126,9 +176,14 @@ def _judge(
             f"reaches {summary.absmax:.6g}, beyond {limits.max_abs:g} (--max-abs)",
         )
     is_grad = record.port.startswith("grad")  # that of a sum is constant, and fine
-    if summary.zeros == count:
+    may_be_constant = record.port in _MAY_BE_CONSTANT  # a bias begins as zeros, a norm as ones
+    if summary.zeros == count and not may_be_constant:
         yield "dead", "warning", f"is zero in all {count} values"
-    elif summary.finite == count > 1 and summary.min == summary.max and not is_grad:
+    elif (
+        summary.finite == count > 1
+        and summary.min == summary.max
+        and not (is_grad or may_be_constant)
+    ):
         yield "dead", "warning", f"is constant: all {count} values are {summary.min:.6g}"
     if summary.saturated > limits.max_saturated * count:
         yield (

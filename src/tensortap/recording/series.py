@@ -30,7 +30,7 @@ _WATCHED = ("param", "grad_param", "update", "scalar")
 
 def is_watched(recording: Recording) -> bool:
     """Whether a recording is of a training run that was watched: summaries of steps."""
-    if "every" in recording.manifest.selection:
+    if "watch" in recording.manifest.selection:
         return True
     ports = {site.port for segment in recording._segments for site in segment.sites}
     return not ports.isdisjoint(_WATCHED)
