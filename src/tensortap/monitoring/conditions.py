@@ -181,7 +181,7 @@ def _scope(head: str, text: str) -> tuple[re.Pattern[str] | None, Port | None]:
                 f"'LAYERS: {first}: condition'."
             )
         near = difflib.get_close_matches(name, PORTS, n=1, cutoff=0.85)
-        if near:
+        if near and name.isidentifier():
             raise OptionError(
                 f"The rule {text!r} can be read in two ways. For the port, write '{near[0]}: …'; "
                 f"for a layer that is called so, '({name}): …'."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import math
 import os
 import time
 import warnings
@@ -26,6 +27,7 @@ from .config_keys import KEYS, Wrong
 __all__ = ["Config", "MonitorConfig", "Reread", "WatchConfig", "read_config"]
 
 _FRESH = 2.0  # seconds; a file this young may change again without a new time of change
+_SETTLE = 0.25  # seconds; one this young may be half written, and half a TOML file is one too
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Reread:
         mark = _mark(self.path)
         if mark is not None and mark == self._mark:
             return None
+        if 0 <= _age(self.path) < min(_SETTLE, self._every):
+            return None
         try:
             found = read_config(self.path).watch
         except TapError as error:
@@ -145,6 +149,8 @@ def _parse(content: bytes, path: Path) -> Config:
     try:
         text = content.decode("utf-8-sig")
         data = json.loads(text) if suffix == ".json" else _toml(text)
+    except OptionError:
+        raise
     except ValueError as error:  # also TOMLDecodeError and UnicodeDecodeError
         raise OptionError(
             f"The configuration {path} is no {suffix[1:].upper()}: {error}."
@@ -192,10 +198,18 @@ def _config(data: Mapping[Any, Any], where: str) -> Config:
 
 def _mark(path: Path) -> tuple[int, int, int] | None:
     """What tells one state of a file from another; None when that cannot be relied on."""
+    if not abs(_age(path)) >= _FRESH:
+        return None
     try:
         found = path.stat()
     except OSError:
         return None
-    if abs(time.time() - found.st_mtime) < _FRESH:
-        return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _age(path: Path) -> float:
+    """The seconds since a file changed; NaN without a file."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.nan

@@ -124,7 +124,7 @@ def _leaf(value: Any) -> str | int:
 
 
 def _rules(value: Any) -> list[str] | dict[str, Action]:
-    if isinstance(value, Mapping) and all(isinstance(text, str) for text in value):
+    if isinstance(value, Mapping) and None not in value.values():
         Rules(value)
         return dict(value)
     if isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
