@@ -1,0 +1,244 @@
+"""The monitor's hooks: one a layer, and one on the whole model that tells when a forward begins.
+
+Eager, a hook hands the output over as it is. Traced by `torch.compile` it speaks each tensor to an
+`Ear`, and the output is put together again when the graph runs. A hook stays behind other people's,
+so that what is heard is what the next layer gets; layers whose results a hook would change
+(`taps.fused`) are heard through torch's global hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..taps import compiled
+from ..taps.fused import find_fused, listen_globally, why_silent
+from ..taps.leaves import flatten
+from ..taps.listener import Listener
+from ..taps.unseen import unseen
+from .choice import Chosen
+from .hearing import Ear, HooksGuarded, recomputing
+from .outputs import Form, compact, pick, snapshot, take_apart, tensors_of
+
+__all__ = ["Heard", "Listening"]
+
+_ROOT = 0
+
+
+class Heard:
+    """One output that arrived: its form, copies of its tensors, and where they were."""
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.tensors: list[torch.Tensor] = []
+        self.devices: list[str] = []
+
+    def take(self, tensor: torch.Tensor) -> None:
+        self.devices.append(str(tensor.device))
+        self.tensors.append(snapshot(tensor))
+
+
+class Listening:
+    """Hooks on the chosen layers, from `attach` to `detach`.
+
+    `begin(args, kwargs)` is called when a forward of the whole model begins, `wants(index)` before
+    an output is copied, `take(index, heard)` with the copies, `fail(index, error)` when something
+    of ours went wrong: the model never notices.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Sequence[Chosen],
+        *,
+        begin: Callable[[Any, Mapping[str, Any]], None],
+        wants: Callable[[int], Any],
+        take: Callable[[int, Any, Heard], None],
+        fail: Callable[[int | None, Exception], None],
+    ) -> None:
+        self._model = model
+        self._chosen = chosen
+        self._begin = begin
+        self._wants = wants
+        self._take = take
+        self._fail = fail
+        self._handles: list[RemovableHandle] = []
+        self._own: list[tuple[nn.Module, RemovableHandle]] = []
+        self._fused: set[int] = set()
+        self._guarded = HooksGuarded()
+        self._traced: list[tuple[int, Form, int, int]] = [(-1, ("none",), 0, 1)]
+        self._arriving: dict[int, tuple[Any, Heard, dict[int, int]]] = {}
+        self._ear = Ear(self._arrived)
+        constant: Any = torch.compiler.assume_constant_result  # untyped in torch
+        self._register = constant(_registry(self._traced))
+        self.notes: list[str] = []
+
+    # Attaching and detaching.
+
+    def attach(self) -> None:
+        self.prepare_devices()
+        self._guarded.hold()
+        is_compiled = compiled.contains_compiled(self._model)
+        self._fused = set() if is_compiled else find_fused(self._model)
+        before: dict[int, list[Callable[..., None]]] = {}
+        after: dict[int, Callable[..., None]] = {}
+        if id(self._model) in self._fused:
+            before[id(self._model)] = [self._root_hook()]
+        else:
+            self._handles.append(
+                self._model.register_forward_pre_hook(self._root_hook(), with_kwargs=True)
+            )
+        globally: dict[int, list[Callable[..., None]]] = {}
+        for index, one in enumerate(self._chosen):
+            if id(one.module) in self._fused:
+                globally.setdefault(id(one.module), []).append(self._output_hook(index))
+                after[id(one.module)] = _each(globally[id(one.module)])
+                continue
+            handle = one.module.register_forward_hook(self._output_hook(index))
+            self._handles.append(handle)
+            self._own.append((one.module, handle))
+        if before or after:
+            self._handles += listen_globally(before, after)
+        if is_compiled:
+            compiled.forget()
+            self.notes.append(
+                "The model is compiled: it compiled anew for the monitor's hooks, and does so "
+                "again when they are removed. Fused kernels may differ in the last bits."
+            )
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._handles and compiled.contains_compiled(self._model):
+            compiled.forget()
+        self._guarded.release()
+        self._handles.clear()
+        self._own.clear()
+        self._arriving.clear()
+
+    def prepare_devices(self) -> None:
+        """Graphs speak from the devices that the model is on; it may have moved since."""
+        found = {tensor.device for tensor in (*self._model.parameters(), *self._model.buffers())}
+        for device in {torch.device("cpu"), *found}:
+            self._ear.prepare(device)
+
+    def explain(self, silent: Sequence[int]) -> list[str]:
+        """Why some layers were never heard, where we know."""
+        fused = [i for i in silent if id(self._chosen[i].module) in self._fused]
+        return [why_silent([self._chosen[i].layer for i in fused])] if fused else []
+
+    # The hooks.
+
+    def _root_hook(self) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if torch.compiler.is_compiling():
+                for _, tensor in flatten((args, kwargs)):
+                    if tensor is not None:
+                        self._ear.speak(tensor, _ROOT)
+                        break
+                return
+            if recomputing():
+                return
+            try:
+                self._stay_last()
+                with unseen():
+                    self._begin(args, kwargs)
+            except Exception as error:  # the model must not notice
+                self._fail(None, error)
+
+        return Listener(hook)
+
+    def _output_hook(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                tensors: list[torch.Tensor] = []
+                form = take_apart(output, tensors)
+                site = self._register(index, form, len(tensors))
+                for number, tensor in enumerate(tensors):
+                    self._ear.speak(tensor, site + number)
+                return
+            try:
+                self._heard(index, output)
+            except Exception as error:  # the model must not notice
+                self._fail(index, error)
+
+        return Listener(hook)
+
+    def _heard(self, index: int, output: Any) -> None:
+        wanted = None if recomputing() else self._wants(index)
+        if wanted is None:
+            return
+        with unseen():
+            tensors: list[torch.Tensor] = []
+            form = pick(take_apart(output, tensors), self._chosen[index].leaf)
+            heard = Heard(compact(form))
+            for number, _ in tensors_of(form):
+                heard.take(tensors[number])
+        self._take(index, wanted, heard)
+
+    def _arrived(self, site: int, tensor: torch.Tensor) -> None:
+        """A compiled graph runs, and one of the tensors that it speaks is there."""
+        if recomputing():
+            return
+        index, form, number, count = self._traced[site]
+        try:
+            with unseen():
+                if site == _ROOT:
+                    self._begin((), {})
+                    return
+                if number == 0:
+                    self._open(index, form)
+                found = self._arriving.get(get_ident())
+                if found is None:
+                    return
+                wanted, heard, places = found
+                if number in places:
+                    heard.take(tensor)
+            if number == count - 1:
+                del self._arriving[get_ident()]
+                self._take(index, wanted, heard)
+        except Exception as error:  # the model must not notice
+            self._arriving.pop(get_ident(), None)
+            self._fail(index if site != _ROOT else None, error)
+
+    def _open(self, index: int, form: Form) -> None:
+        self._arriving.pop(get_ident(), None)
+        wanted = self._wants(index)
+        if wanted is not None:
+            picked = pick(form, self._chosen[index].leaf)
+            places = {number: new for new, (number, _) in enumerate(tensors_of(picked))}
+            self._arriving[get_ident()] = (wanted, Heard(compact(picked)), places)
+
+    def _stay_last(self) -> None:
+        """Others may have added hooks since: what we hear is what comes out behind theirs."""
+        for module, handle in self._own:
+            hooks = module._forward_hooks
+            if handle.id in hooks and next(reversed(hooks)) != handle.id:
+                hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+
+
+def _registry(traced: list[tuple[int, Form, int, int]]) -> Callable[[int, Form, int], int]:
+    """Called while a graph is traced, and then a constant: the first site of an output's form."""
+    known: dict[tuple[int, Form], int] = {}
+
+    def register(index: int, form: Form, count: int) -> int:
+        key = (index, form)
+        if key not in known:
+            known[key] = len(traced)
+            traced.extend((index, form, number, count) for number in range(count))
+        return known[key]
+
+    return register
+
+
+def _each(hooks: list[Callable[..., None]]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        for listen in hooks:
+            listen(*args)
+
+    return hook

@@ -1,0 +1,672 @@
+"""Document 004's `Monitor`: whole outputs of chosen layers, in chosen epochs and batches.
+
+    monitor = tap.Monitor(model, ["encoder.layers.0"], [1, 5], "runs/train", batch_indices=[0])
+    for epoch in range(1, 6):
+        monitor.set_epoch(epoch)
+        for batch_idx, batch in enumerate(loader):
+            monitor.set_batch_idx(batch_idx)
+            ...
+    monitor.remove_hooks()
+
+What is heard is copied to CPU memory inside the hook, held for the epoch (`held`), saved to files
+(`saving`), and recorded (`run`). What goes wrong on the way is said once; training runs on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OptionError, RecordingError
+from ..numerics import summarize
+from ..taps.session import TapWarning
+from .choice import choose_layers, whole_number, whole_numbers, with_single
+from .config import read_config
+from .held import Entry, Held, Shelf
+from .listening import Heard, Listening
+from .outputs import put_together
+from .run import Keep, Run
+from .saving import Files, SaveFormat, save_custom
+
+__all__ = ["Monitor"]
+
+Condition = Callable[[str, Any], bool]
+_When = tuple[int, int, int]  # epoch, batch, call
+
+_log = logging.getLogger("tensortap.monitor")
+_live: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
+
+
+class Monitor:
+    """Records the outputs of some layers of a model in some epochs of its training.
+
+    Args:
+        model: the model that is trained; compiled or not.
+        layers_to_monitor: names of layers (those of `model.named_modules()`) or selection patterns,
+            as a list, or as a dict to `{"alias": …, "record_type": "single" | "epoch_full",
+            "leaf": …}`. `single` keeps the batches in `batch_indices`, `epoch_full` every batch.
+            `leaf` keeps one item of an output: `"[0]"`, `".logits"`, or a number.
+        epochs_to_record: the epochs, as they are told to `set_epoch`.
+        output_dir: the folder for files and for the recording; it is made. An earlier run that
+            lies there is moved into a folder `earlier-1` inside it.
+        batch_indices: the batches that `single` layers keep, as told to `set_batch_idx`.
+        save_format: "pt", or "npy" for numpy files with a .json beside them.
+        condition: `condition(layer, output)`: keep an output only where this is true.
+        sample_every: of `epoch_full` layers, keep batches 0, n, 2n, … alone.
+        memory_limit: the most bytes to hold in memory; beyond it outputs are held on disk.
+        keep: what the recording keeps: "tensors", or "summary" for statistics alone.
+        overwrite: an earlier run in output_dir is deleted instead.
+        mode: the name of the variant, kept in the manifest.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers_to_monitor: Iterable[str] | Mapping[str, Mapping[str, Any] | None],
+        epochs_to_record: Iterable[int],
+        output_dir: str | os.PathLike[str],
+        batch_indices: Iterable[int] | None = None,
+        *,
+        save_format: SaveFormat = "pt",
+        condition: Condition | None = None,
+        sample_every: int = 1,
+        memory_limit: int = 1 << 30,
+        keep: Keep = "tensors",
+        overwrite: bool = False,
+        mode: str | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise OptionError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+        epochs = whole_numbers("epochs_to_record", epochs_to_record)
+        if not epochs:
+            raise OptionError(
+                "epochs_to_record must not be empty: list the epochs to record, such as [1, 5]."
+            )
+        chosen = choose_layers(model, layers_to_monitor)
+        batches = None if batch_indices is None else whole_numbers("batch_indices", batch_indices)
+        if not batches and (needing := with_single(chosen)):
+            raise OptionError(
+                "batch_indices must be given and must not be empty when a layer has the "
+                f"record_type 'single': {needing}. List the batches to record, such as [0], or "
+                "say 'epoch_full'."
+            )
+        _check_options(output_dir, save_format, condition, keep)
+        self.model = model
+        self.epochs_to_record = list(epochs)
+        self.batch_indices = None if batches is None else list(batches)
+        self.output_dir = Path(output_dir)
+        self.sample_every = whole_number("sample_every", sample_every, least=1)
+        self.memory_limit = whole_number("memory_limit", memory_limit)
+        self._chosen = chosen
+        self._epochs, self._batches = frozenset(epochs), frozenset(batches or ())
+        self._condition = condition
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._said: set[str] = set()
+        self._failed: set[int] = set()
+        self._heard: set[int] = set()
+        self._calls: Counter[tuple[int, int, int]] = Counter()
+        self._epoch: int | None = None
+        self._batch: int | None = None
+        self._forwards = 0
+        self._layer_calls: Counter[int] = Counter()
+        self._paused = 0
+        self._asking = False
+        self._closed = False
+        self._keep: Keep = keep
+        self._make_folder()
+        self._held = Held(chosen, self.output_dir, self.memory_limit)
+        self._run = Run(
+            model,
+            self.output_dir,
+            chosen,
+            keep=keep,
+            memory=self.memory_limit,
+            overwrite=overwrite,
+            mode=mode,
+            about={
+                "epochs": self.epochs_to_record,
+                "batches": self.batch_indices,
+                "sample_every": self.sample_every,
+                "save_format": save_format,
+            },
+        )
+        self._files = Files(
+            self.output_dir, [one.key for one in chosen], save_format, self._run.rank
+        )
+        self._custom: dict[str, None] = {}
+        self._listening = Listening(
+            model, chosen, begin=self._begin, wants=self._wants, take=self._take, fail=self._fail
+        )
+        try:
+            self._listening.attach()
+        except BaseException as error:  # leave neither hooks nor a thread behind
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+        atexit.register(self._at_exit)
+        _live[self.output_dir.resolve()] = self
+        if self._run.earlier:
+            self._warn("earlier", self._run.earlier)
+
+    @classmethod
+    def from_config(
+        cls,
+        model: nn.Module,
+        config: str | os.PathLike[str] | Mapping[str, Any],
+        output_dir: str | os.PathLike[str] | None = None,
+        **overrides: Any,
+    ) -> Monitor:
+        """A monitor as a JSON or TOML file says: `monitor_layers`, `monitor_epochs`, ….
+
+        `config` may also be what was read from such a file. Arguments given here win.
+        """
+        said = read_config(config).monitor
+        given: dict[str, Any] = {
+            "layers_to_monitor": said.layers,
+            "epochs_to_record": said.epochs,
+            "batch_indices": said.batches,
+            "output_dir": said.output_dir,
+            "save_format": said.save_format,
+            "sample_every": said.sample_every,
+            "memory_limit": said.memory_limit,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        if output_dir is not None:
+            given["output_dir"] = output_dir
+        given.update(overrides)
+        keys = {
+            "layers_to_monitor": "monitor_layers",
+            "epochs_to_record": "monitor_epochs",
+            "output_dir": "monitor_output_dir",
+        }
+        for name, key in keys.items():
+            if name not in given:
+                raise OptionError(
+                    f"The configuration says no '{key}', and {name} was not given either."
+                )
+        return cls(model, **given)
+
+    @staticmethod
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        """`tap.watch`: summaries of every step instead of whole outputs of some."""
+        from .watch import watch
+
+        return watch(*args, **kwargs)
+
+    # When.
+
+    @property
+    def current_epoch(self) -> int | None:
+        """The epoch that runs; None before the first `set_epoch`."""
+        return self._epoch
+
+    @property
+    def current_batch_idx(self) -> int | None:
+        """The batch that runs; None where it was not said in this epoch."""
+        return self._batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """An epoch begins. What is held of the one before is saved, if nobody did, and cleared.
+
+        The same epoch again changes nothing, so this may be called before every batch too.
+        """
+        number = whole_number("epoch", epoch)
+        with self._lock:
+            if number == self._epoch:
+                return
+            if not self._closed:
+                self._save_unsaved()
+                self._listening.prepare_devices()
+            self.clear_current_epoch_data()
+            if self._epoch is not None:
+                self._batch = None
+            self._epoch = number
+            self._forwards = 0
+            self._layer_calls.clear()
+            _log.debug("epoch %d begins%s", number, "" if self._recorded() else ", not recorded")
+
+    def set_batch_idx(self, batch_idx: int) -> None:
+        """A batch begins: its position in the epoch, from 0."""
+        self._batch = whole_number("batch_idx", batch_idx)
+
+    def create_epoch_callback(self) -> Callable[[int], None]:
+        """A function for a training function to call when an epoch begins."""
+
+        def epoch_callback(epoch: int) -> None:
+            self.set_epoch(epoch)
+
+        return epoch_callback
+
+    def create_batch_callback(self) -> Callable[[int], None]:
+        """A function for a training function to call when a batch begins."""
+
+        def batch_callback(batch_idx: int) -> None:
+            self.set_batch_idx(batch_idx)
+
+        return batch_callback
+
+    def pause(self) -> None:
+        """Hear nothing until `resume`: for a validation pass inside an epoch."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        self._paused = max(0, self._paused - 1)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """`with monitor.paused(): validate(model)`."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    # What is held.
+
+    def get_single_data(self, layers: str | Iterable[str] | None = None) -> dict[str, Any]:
+        """Copies of what `single` layers gave in this epoch; layers that gave nothing are left out.
+
+        `{alias: {"layer", "alias", "output_shape", "data": {(epoch, batch_idx): output}}}`, by the
+        layer's name where it has no alias. `layers`: aliases or names; by default all.
+        """
+        return self._described(layers, single=True, copy=True)
+
+    def get_epoch_data(self, layers: str | Iterable[str] | None = None) -> dict[str, Any]:
+        """The same of `epoch_full` layers."""
+        return self._described(layers, single=False, copy=True)
+
+    @property
+    def single_data(self) -> dict[str, Any]:
+        """What `get_single_data` gives, without copying tensors: to look at, not to change."""
+        return self._described(None, single=True, copy=False)
+
+    @property
+    def epoch_data(self) -> dict[str, Any]:
+        """What `get_epoch_data` gives, without copying tensors: to look at, not to change."""
+        return self._described(None, single=False, copy=False)
+
+    def get_single_outputs(self, layers: str | Iterable[str] | None = None) -> dict[str, list[Any]]:
+        """Copies of the outputs of `single` layers alone: `{alias: [output, …]}` by batch."""
+        data = self.get_single_data(layers)
+        return {key: list(info["data"].values()) for key, info in data.items()}
+
+    def get_epoch_buffers(self, layers: str | Iterable[str] | None = None) -> dict[str, list[Any]]:
+        """Copies of the outputs of `epoch_full` layers alone: `{alias: [output, …]}` by batch."""
+        data = self.get_epoch_data(layers)
+        return {key: list(info["data"].values()) for key, info in data.items()}
+
+    def clear_current_epoch_data(self) -> None:
+        """Forget what is held, saved or not; the recording keeps it."""
+        with self._lock:
+            self._clear(self._held.shelves)
+
+    def clear_epoch_data(self) -> None:
+        """Forget what is held of `epoch_full` layers, saved or not."""
+        with self._lock:
+            self._clear([shelf for shelf in self._held.shelves if not shelf.chosen.single])
+
+    # Saving.
+
+    def save_single_outputs(self, layers: str | Iterable[str] | None = None) -> list[Path]:
+        """Save what `single` layers gave in this epoch, one file an output; the files."""
+        with self._lock:
+            shelves = self._shelves(layers, single=True)
+            return [path for shelf in shelves for path in self._save_single(shelf)]
+
+    def save_epoch_outputs(self, layers: str | Iterable[str] | None = None) -> list[Path]:
+        """Save what `epoch_full` layers gave in this epoch, in one file a layer; the files."""
+        with self._lock:
+            shelves = self._shelves(layers, single=False)
+            return [path for shelf in shelves for path in self._save_epoch(shelf)]
+
+    def save_custom_output(self, obj: Any, name: str | os.PathLike[str]) -> Path:
+        """`torch.save` something of your own under a name inside output_dir."""
+        path = save_custom(self.output_dir, obj, name)
+        self._custom[path.relative_to(self.output_dir.resolve()).as_posix()] = None
+        return path
+
+    # Ending.
+
+    def remove_hooks(self) -> None:
+        """Training is over: listen no more, save what nobody saved, close the recording.
+
+        What is held can still be read and saved. Twice is harmless.
+        """
+        self.close()
+
+    def close(self, failure: str | None = None) -> None:
+        """`remove_hooks`; with the reason, where training failed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if hasattr(self, "_listening"):
+                self._listening.detach()
+            atexit.unregister(self._at_exit)
+            if _live.get(self.output_dir.resolve()) is self:
+                del _live[self.output_dir.resolve()]
+            self._save_unsaved()
+            notes = [*self._listening.notes, *self._silent()]
+            self._run.close(failure, notes, [*self._files.written, *self._custom])
+            if failure is None:
+                for note in self._silent():
+                    self._warn("silent", note)
+            self._report()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the hooks were removed."""
+        return self._closed
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(None if error is None else said(error))
+
+    def _at_exit(self) -> None:
+        """The interpreter ends and nobody called remove_hooks: what was recorded is kept."""
+        if os.getpid() == self._owner:
+            error = getattr(sys, "last_value", None)
+            self.close(None if error is None else said(error))
+
+    # Inside the forward pass.
+
+    def _begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not self._hears():
+            return
+        with self._lock:
+            self._forwards += 1
+            if self._epoch is None:
+                self._say_epoch_unsaid()
+            elif self._recorded():
+                moment = (self._epoch, self._position(None))
+                kept = any(self._keeps(index, moment[1]) for index in range(len(self._chosen)))
+                if kept and (args or kwargs):
+                    self._run.see_inputs(moment, args, kwargs)
+
+    def _wants(self, index: int) -> _When | None:
+        """When this call of a layer is, if it is to be kept."""
+        if not self._hears() or index in self._failed:
+            return None
+        with self._lock:
+            self._layer_calls[index] += 1
+            if self._epoch is None:
+                self._say_epoch_unsaid()
+                return None
+            if not self._recorded():
+                return None
+            batch = self._position(index)
+            if not self._keeps(index, batch):
+                return None
+            key = (index, self._epoch, batch)
+            self._calls[key] += 1
+            return self._epoch, batch, self._calls[key] - 1
+
+    def _take(self, index: int, when: _When, heard: Heard) -> None:
+        one = self._chosen[index]
+        with self._lock:
+            if not self._hears() or not self._meets_condition(one.layer, heard):
+                return
+            self._heard.add(index)
+            _log.debug("'%s' fired in epoch %d, batch %d, call %d", one.key, *when)
+            if heard.form[0] == "none" and one.leaf:
+                self._warn(
+                    f"none {index}",
+                    f"The leaf that layers_to_monitor picks of '{one.layer}' is None (attention "
+                    "without need_weights=True returns no weights): there is nothing to keep.",
+                )
+                self._run.skip(one, "", "None stands where a tensor could")
+                return
+            needed = self._keep == "summary" or not one.single
+            summaries = [summarize(tensor) for tensor in heard.tensors] if needed else []
+            self._run.add(one, heard.form, heard.tensors, summaries, heard.devices, when)
+            entry = Entry(heard.form, list(heard.tensors), summaries)
+            self._held.put(self._held.shelves[index], when[:2], entry, self._say_memory)
+            self._report()
+
+    def _meets_condition(self, layer: str, heard: Heard) -> bool:
+        if self._condition is None:
+            return True
+        self._asking = True
+        try:
+            with torch.no_grad():
+                return bool(self._condition(layer, put_together(heard.form, heard.tensors)))
+        except Exception as error:  # a user's mistake must not end their training
+            self._warn(
+                "condition",
+                f"The condition raised {type(error).__name__}: {error}. The output is kept, and "
+                "so is every other for which it raises.",
+            )
+            return True
+        finally:
+            self._asking = False
+
+    def _hears(self) -> bool:
+        return not (self._closed or self._paused or self._asking or os.getpid() != self._owner)
+
+    def _recorded(self) -> bool:
+        return self._epoch in self._epochs
+
+    def _keeps(self, index: int, batch: int) -> bool:
+        if self._chosen[index].single:
+            return batch in self._batches
+        return batch % self.sample_every == 0
+
+    def _position(self, index: int | None) -> int:
+        """The batch that runs: as it was said, or how many forwards came before in this epoch."""
+        if self._batch is not None:
+            return self._batch
+        self._warn(
+            "batch",
+            "set_batch_idx was not called in this epoch before the model ran: batches are counted "
+            "as the model's forwards, from 0. Call monitor.set_batch_idx(batch_idx) before each "
+            "batch.",
+        )
+        if self._forwards:
+            return self._forwards - 1
+        return 0 if index is None else self._layer_calls[index] - 1
+
+    # Words.
+
+    def _say_epoch_unsaid(self) -> None:
+        self._warn(
+            "epoch",
+            "The model ran before set_epoch was called: nothing is recorded. Call "
+            "monitor.set_epoch(epoch) when an epoch begins, and monitor.set_batch_idx(batch_idx) "
+            "before each batch.",
+        )
+
+    def _say_memory(self, text: str) -> None:
+        self._warn("memory", text)
+
+    def _warn(self, key: str, text: str) -> None:
+        """Say a thing once."""
+        if key not in self._said:
+            self._said.add(key)
+            warnings.warn(text, TapWarning, stacklevel=_outside())
+
+    def _report(self) -> None:
+        if self._run.failure is not None:
+            self._warn(
+                "run",
+                f"tensortap stopped recording to {self.output_dir}: {self._run.failure}. The "
+                "monitor goes on without its recording.",
+            )
+
+    def _fail(self, index: int | None, error: Exception) -> None:
+        """Something of ours went wrong with a layer: hear it no more, say so, train on."""
+        what = "the model's inputs" if index is None else f"'{self._chosen[index].layer}'"
+        if index is not None:
+            self._failed.add(index)
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, LookupError) else error
+        self._warn(
+            f"fail {index}",
+            f"The monitor could not keep {what} ({text}) and listens to it no more. Training runs "
+            "on.",
+        )
+
+    def _silent(self) -> list[str]:
+        """Layers that were never heard although an epoch to record was run."""
+        silent = [index for index in range(len(self._chosen)) if index not in self._heard]
+        if self._epoch is None or not silent or self._failed:
+            return []
+        if len(silent) == len(self._chosen):
+            return [
+                f"Nothing was recorded in {self.output_dir}: no monitored layer ran in the epochs "
+                f"{_some(self.epochs_to_record)}"
+                + (f" and batches {_some(self.batch_indices)}." if self.batch_indices else ".")
+                + f" The last epoch was {self._epoch}."
+            ]
+        names = ", ".join(f"'{self._chosen[index].layer}'" for index in silent[:8])
+        return self._listening.explain(silent) or [
+            f"Nothing was heard from {len(silent)} of {len(self._chosen)} layers: {names}"
+            f"{', …' if len(silent) > 8 else ''}. They did not run in what is recorded, or were "
+            "called by .forward() directly, which skips hooks."
+        ]
+
+    # Shelves.
+
+    def _shelves(self, layers: str | Iterable[str] | None, *, single: bool) -> list[Shelf]:
+        shelves = self._held.shelves
+        if layers is not None:
+            wanted = [layers] if isinstance(layers, str) else list(layers)
+            named = {name: s for s in shelves for name in (s.chosen.layer, s.key)}
+            named |= {s.key: s for s in shelves}  # an alias beats another layer's name
+            unknown = [name for name in wanted if name not in named]
+            if unknown:
+                raise OptionError(
+                    f"Not monitored: {unknown}. Monitored are {[shelf.key for shelf in shelves]}."
+                )
+            chosen = {id(named[name]) for name in wanted}
+            shelves = [shelf for shelf in shelves if id(shelf) in chosen]
+        return [s for s in shelves if s.chosen.single == single and s.entries]
+
+    def _described(
+        self, layers: str | Iterable[str] | None, *, single: bool, copy: bool
+    ) -> dict[str, Any]:
+        with self._lock:
+            shelves = self._shelves(layers, single=single)
+            return {shelf.key: shelf.described(copy=copy) for shelf in shelves}
+
+    def _clear(self, shelves: Iterable[Shelf]) -> None:
+        shelves = [shelf for shelf in shelves if shelf.entries]
+        for shelf in shelves:
+            self._files.cleared(shelf.key)
+        self._held.clear(shelves)
+
+    def _save_unsaved(self) -> None:
+        for shelf in self._held.shelves:
+            if shelf.unsaved:
+                (self._save_single if shelf.chosen.single else self._save_epoch)(shelf)
+
+    def _save_single(self, shelf: Shelf) -> list[Path]:
+        def save() -> Iterator[Path]:
+            for (epoch, batch), entry in shelf.ordered():
+                item = {
+                    "epoch": epoch,
+                    "batch_idx": batch,
+                    "layer": shelf.chosen.layer,
+                    "alias": shelf.chosen.alias,
+                    "output_shape": entry.shape,
+                    "output": entry.output(copy=False),
+                }
+                yield self._files.single(shelf.key, item)
+                entry.saved = True
+
+        return self._saving(shelf, save)
+
+    def _save_epoch(self, shelf: Shelf) -> list[Path]:
+        def save() -> Iterator[Path]:
+            self._held.room_to_join(shelf)
+            (epoch, _), _ = shelf.ordered()[0]
+            yield self._files.epoch(shelf.key, {"epoch": epoch, **shelf.whole_epoch()})
+            for entry in shelf.entries.values():
+                entry.saved = True
+
+        return self._saving(shelf, save)
+
+    def _saving(self, shelf: Shelf, save: Callable[[], Iterator[Path]]) -> list[Path]:
+        """Save one layer; a full disk is said, and does not end training."""
+        paths: list[Path] = []
+        try:
+            with torch.no_grad():
+                for path in save():
+                    paths.append(path)
+                    _log.debug("saved '%s' to %s", shelf.key, path)
+        except Exception as error:  # the disk's trouble, or ours, and not the model's
+            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._warn(
+                f"save {shelf.key}",
+                f"The outputs of '{shelf.key}' could not be saved to {self.output_dir}: {reason}. "
+                "Training runs on.",
+            )
+        return paths
+
+    def _make_folder(self) -> None:
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordingError(
+                f"Cannot create output_dir {self.output_dir}: {error.strerror or error}. Choose "
+                "another place."
+            ) from None
+        other = _live.get(self.output_dir.resolve())
+        if other is not None:
+            other.close()
+            self._warn(
+                "live",
+                f"Another monitor was still writing to {self.output_dir}: its hooks were removed. "
+                "Call remove_hooks() when training is over, and give each its own output_dir.",
+            )
+
+
+def said(error: BaseException) -> str:
+    """An exception as the manifest says it."""
+    text = f": {error}" if str(error) else ""
+    return f"the run raised {type(error).__name__}{text}"
+
+
+def _outside() -> int:
+    """The stacklevel of the first frame that is neither ours nor torch's."""
+    level, frame = 1, sys._getframe(1)
+    here = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def _some(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 12 else f"[{', '.join(map(str, numbers[:12]))}, …]"
+
+
+def _check_options(output_dir: Any, save_format: Any, condition: Any, keep: Any) -> None:
+    if not isinstance(output_dir, str | os.PathLike) or not str(output_dir):
+        raise OptionError(f"output_dir must be the path of a folder, got {output_dir!r}.")
+    if "://" in str(output_dir):
+        raise OptionError(f"output_dir must be a folder on this machine, got {output_dir!r}.")
+    if save_format not in ("pt", "npy"):
+        raise OptionError(f"save_format must be 'pt' or 'npy', got {save_format!r}.")
+    if condition is not None and not callable(condition):
+        raise OptionError(f"condition must be a function of (layer, output), got {condition!r}.")
+    if keep not in ("tensors", "summary"):
+        raise OptionError(f"keep must be 'tensors' or 'summary', got {keep!r}.")
