@@ -203,10 +203,17 @@ def test_copies_of_one_class_are_told_apart(tmp_path: Path) -> None:
 # One graph, whole, for every cadence.
 
 
-def test_one_graph_for_every_cadence(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("within", "graphs"),
+    [
+        (["first", "blocks.*", "blocks.*.inner"], 1),
+        ("all", 2),  # the whole model is a layer too, and its own hook stands outside its graph
+    ],
+)
+def test_one_graph_for_every_cadence(path: Path, within: Any, graphs: int) -> None:
     model, backend = stack(), Counting()
     run, optimizer = compiled(model, backend), adamw(model)
-    with tap.watch(model, path, every=3, within="all", **ALL) as watch:
+    with tap.watch(model, path, every=3, within=within, **ALL) as watch:
         train(model, optimizer, floats(7), run=run)  # 0, 3, 6
         watch.set(every=1)
         train(model, optimizer, floats(2), run=run)  # 7, 8
@@ -216,10 +223,10 @@ def test_one_graph_for_every_cadence(path: Path) -> None:
         train(model, optimizer, floats(2), run=run)  # 11, 12
         watch.set(outputs=False, grads=True, params=False, updates=False)
         train(model, optimizer, floats(1), run=run)  # 13
-    assert len(backend.graphs) == 1
+    assert len(backend.graphs) == graphs
     counters = torch._dynamo.utils.counters
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == graphs
     assert steps(path) == [0, 3, 6, 7, 8, 11, 12, 13]
     own = recorded(path)
     heard = {place[0] for place in own if place[1] == "output" and place[3] >= 11}
