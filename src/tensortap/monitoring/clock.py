@@ -67,19 +67,24 @@ class Clock:
             self._ours[optimizer] = known
         return known
 
-    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._is_ours(optimizer):
-            return
+            return None
         if self._ended and self._last() is not optimizer and not self._forwards():
             self._last = weakref.ref(optimizer)  # it steps behind the one that ended the step
-            return
+            return None
         if id(optimizer) in self._stepped:  # the one that should have ended the step did not come
             self._end()
         if not self._stepped:
             self._ended = False
-            self._before()
+            given = _with_closure(args, kwargs, self._before)
+            if given is None:
+                self._before()
+        else:
+            given = None
         self._stepped.append(id(optimizer))
         self.moved.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        return given
 
     def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if id(optimizer) not in self._stepped:
@@ -94,3 +99,27 @@ class Clock:
         self._ended = True
         self._after()
         self.moved.clear()
+
+
+def _with_closure(args: Any, kwargs: Any, before: Callable[[], None]) -> tuple[Any, Any] | None:
+    """The arguments of a step whose closure runs forward and backward, and `before` behind them.
+
+    Lightning trains that way, and LBFGS: the gradients are made inside the optimizer's step.
+    """
+    closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+    if not callable(closure):
+        return None
+    told = False
+
+    def run(*inner: Any, **named: Any) -> Any:
+        nonlocal told
+        result = closure(*inner, **named)
+        if not told:
+            told = True
+            with torch.no_grad():
+                before()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": run}
+    return (args[0], run, *args[2:]), kwargs
