@@ -1,0 +1,238 @@
+"""The Lightning callback under the real trainer."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import tensortap as tap
+from support import Net
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from tensortap.errors import OptionError  # noqa: E402
+from tensortap.monitoring.integrations import TapCallback  # noqa: E402
+
+WIDTH = 8
+BATCHES = 8  # of two samples, an epoch
+
+
+class Module(pl.LightningModule):
+    """A net that writes down what its optimizer really sees."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net(blocks=2, width=WIDTH)
+        self.fail_at = fail_at
+        self.norms: list[float] = []
+        self.losses: list[float] = []
+        self.outputs: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if self.fail_at is not None and batch_idx == self.fail_at:
+            raise RuntimeError("the loader is cursed")
+        loss = self._loss(batch)
+        self.log("loss", loss)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        logits = self.net(batch)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.norms.append(torch.stack(grads).norm().item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    data = torch.randint(0, 16, (2 * BATCHES, 4), generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=2)
+
+
+def trainer(*callbacks: Any, **options: Any) -> Any:
+    settings = {"accelerator": "cpu", "logger": False, "max_epochs": 2, **options}
+    settings = {"enable_checkpointing": False, "enable_model_summary": False, **settings}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pl.Trainer(
+            callbacks=list(callbacks),
+            enable_progress_bar=False,
+            accumulate_grad_batches=2,
+            **settings,
+        )
+
+
+def fit(run: Any, module: Module, *loaders: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        torch.manual_seed(2)
+        run.fit(module, *(loaders or (loader(),)))
+
+
+def hooks(module: nn.Module) -> int:
+    return sum(
+        len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+        for m in module.modules()
+    )
+
+
+def records(run: tap.Recording, **wanted: str) -> list[tap.Record]:
+    return [r for r in run.records if all(getattr(r, k) == v for k, v in wanted.items())]
+
+
+def test_it_watches_a_fit(tmp_path) -> None:
+    module, plain = Module(), Module()
+    before = hooks(module)
+    callback = TapCallback(tmp_path / "run", every=1)
+    fit(trainer(callback), module, loader(), loader())
+    fit(trainer(), plain, loader(), loader())
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert module.losses == plain.losses
+    assert hooks(module) == before
+    assert callback.watcher.failure is None
+
+    run = tap.open(tmp_path / "run")
+    assert run.status == "complete"
+    block = records(run, layer="net.blocks.1", port="output")
+    # 4 steps in each of 2 epochs, 2 micro-batches each; validation is not among them.
+    assert [(r.epoch, r.batch, r.call) for r in block] == [
+        (step // 4, step, call) for step in range(8) for call in range(2)
+    ]
+    assert len(records(run, layer="net.blocks.1", port="grad_output")) == 16
+
+
+def test_gradients_are_those_that_the_optimizer_sees(tmp_path) -> None:
+    module = Module()
+    fit(trainer(TapCallback(tmp_path / "run", every=1), gradient_clip_val=0.5), module)
+    run = tap.open(tmp_path / "run")
+    found = [0.0] * 8
+    for record in records(run, port="grad_param"):
+        found[record.batch] += record.summary.l2**2
+    # Lightning calls its hook before it clips.
+    expected = [min(norm, 0.5) for norm in module.norms]
+    assert [value**0.5 for value in found] == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_the_module_logs_stands_with_its_step(tmp_path) -> None:
+    module = Module()
+    fit(trainer(TapCallback(tmp_path / "run", every=1)), module, loader(), loader())
+    run = tap.open(tmp_path / "run")
+    losses = {r.batch: r.summary.mean for r in records(run, layer="loss", port="scalar")}
+    assert {step: losses[step] for step in range(8)} == pytest.approx(
+        {step: module.losses[2 * step + 1] for step in range(8)}
+    )
+    validated = {r.batch for r in records(run, layer="val_loss", port="scalar")}
+    assert validated == {4, 8}  # after each epoch, with the step that comes next
+
+
+def test_numbers_go_to_the_loggers_of_the_trainer(tmp_path) -> None:
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "tb")]
+    got: list[int] = []
+    callback = TapCallback(
+        tmp_path / "run", every=2, to_logger=True, sinks=lambda values, step: got.append(step)
+    )
+    fit(trainer(callback, logger=loggers, log_every_n_steps=1), Module())
+    assert got == [0, 2, 4, 6]
+    name = "tensortap/output/net.blocks.0/rms"
+    (table,) = (tmp_path / "csv").rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(table.open()) if row[name]]
+    assert [int(row["step"]) for row in rows] == got
+    assert all(row["tensortap/output/net.blocks.0/nan"] == "0.0" for row in rows)
+    assert "tensortap/loss" not in rows[0]  # the module has logged that itself
+    (folder,) = (path.parent for path in (tmp_path / "tb").rglob("events.out.*"))
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [event.step for event in events.Scalars(name)] == got
+    assert events.Scalars("tensortap/grad_norm")
+
+
+def test_an_exception_closes_the_recording_and_leaves_no_hook(tmp_path) -> None:
+    module = Module(fail_at=5)
+    before = hooks(module)
+    with pytest.raises(RuntimeError, match="cursed"):
+        fit(trainer(TapCallback(tmp_path / "run", every=1)), module)
+    assert hooks(module) == before
+    run = tap.open(tmp_path / "run")
+    assert run.status == "failed"
+    assert run.manifest.failure == "training raised RuntimeError: the loader is cursed"
+    assert {r.batch for r in records(run, port="grad_param")} == {0, 1}
+    last = [r.call for r in records(run, layer="net.blocks.0", port="output") if r.batch == 2]
+    assert last == [0]  # what the step that broke had come to
+
+
+def test_checkpoints_are_written_and_resumed_from(tmp_path) -> None:
+    module = Module()
+    first = trainer(TapCallback(tmp_path / "run", every=1), enable_checkpointing=False)
+    fit(first, module)
+    first.save_checkpoint(tmp_path / "model.ckpt")
+    again = trainer(TapCallback(tmp_path / "again", every=1), max_epochs=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again.fit(Module(), loader(), ckpt_path=tmp_path / "model.ckpt")
+    found = records(tap.open(tmp_path / "again"), layer="net.blocks.0", port="output")
+    assert {(r.epoch, r.batch) for r in found} == {(2, step) for step in range(8, 12)}
+
+
+def test_a_second_fit_goes_to_a_folder_beside_the_first(tmp_path) -> None:
+    callback = TapCallback(tmp_path / "run", every=1)
+    for _ in range(2):
+        fit(trainer(callback, max_epochs=1), Module())
+    assert tap.open(tmp_path / "run").status == "complete"
+    assert tap.open(tmp_path / "run-2").status == "complete"
+
+
+def test_options_are_checked_when_it_is_made() -> None:
+    with pytest.raises(OptionError, match=r"no option 'evry'.*every"):
+        TapCallback("runs/never", evry=2)
+    assert not Path("runs/never").exists()
+
+
+def test_it_suits_the_library_under_its_other_name(tmp_path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    code = f"""
+import warnings; warnings.simplefilter("ignore")
+import pytorch_lightning as pl, torch, sys
+from torch.utils.data import DataLoader
+from tensortap.monitoring.integrations import TapCallback
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+    def training_step(self, batch, batch_idx):
+        return sum(block(batch).sum() for block in self.blocks)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+trainer = pl.Trainer(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False,
+    enable_model_summary=False, enable_checkpointing=False, default_root_dir={str(tmp_path)!r},
+    callbacks=[TapCallback({str(tmp_path / "run")!r}, every=1)])
+trainer.fit(Module(), DataLoader(torch.ones(4, 4)))
+print("lightning.pytorch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n"
+    found = records(tap.open(tmp_path / "run"), layer="blocks.0", port="output")
+    assert [r.batch for r in found] == [0, 1, 2, 3]
