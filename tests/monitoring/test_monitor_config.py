@@ -127,6 +127,12 @@ def test_the_keys_are_the_fields_and_those_of_the_schema() -> None:
     assert list(KEYS) == list(SCHEMA["properties"]) == names
 
 
+def test_null_is_as_if_it_were_not_said() -> None:
+    assert read_config(dict.fromkeys(KEYS)) == Config()
+    layers = {"a": {"alias": None, "record_type": None, "leaf": 0}, "b": None}
+    assert read_config({"monitor_layers": layers}).monitor.layers == {"a": {"leaf": 0}, "b": {}}
+
+
 @needs_toml
 def test_toml_says_the_same(tmp_path: Path) -> None:
     assert read_config(write(tmp_path / "config.toml", TOML)) == read_config(EVERYTHING)

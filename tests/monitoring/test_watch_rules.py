@@ -381,6 +381,13 @@ def test_new_rules_take_over_what_was_said() -> None:
     new = Rules(["dead > 0.9", "zeros > 3"], after=old)
     assert [alarm.rule for alarm in new.judge(step)] == ["zeros > 3"]
     assert len(Rules(["dead > 0.9"]).judge(step)) == 1
+    heard: list[Alarm] = []
+    called = Rules({"dead > 0.9": heard.append}, after=old)
+    assert called.judge(step) == []  # said before, with another action
+    called.judge(step_of(outputs(FINE)))
+    [alarm] = called.judge(step)
+    assert alarm.action == heard.append
+    assert old.judge(step) == []  # and the old ones are as they were
 
 
 # NaN and Inf.

@@ -98,12 +98,14 @@ def _monitored(value: Any) -> list[str] | dict[str, dict[str, Any]]:
 
 def _layer(layer: str, told: Any) -> dict[str, Any]:
     expected = "an object with alias, record_type and leaf, each optional"
+    if told is None:
+        return {}
     if not isinstance(told, Mapping):
         raise Wrong(expected, told, f"the layer '{layer}'")
     if any(key not in _LAYER for key in told):
         quoted = ' (in TOML a name with dots is quoted: [monitor_layers."a.b"])'
         raise Wrong(expected + quoted, dict(told), f"the layer '{layer}'")
-    made = dict(told)
+    made = {}
     for key, check in _LAYER.items():
         if told.get(key) is not None:
             try:

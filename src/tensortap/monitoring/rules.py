@@ -214,10 +214,10 @@ class Rules:
         self.rules: tuple[Rule, ...] = tuple(
             rule for index, rule in enumerate(found) if rule not in found[:index]
         )
-        old: dict[str, _Judge] = (
-            {str(judge.rule): judge for judge in after._judges} if after else {}
-        )
-        self._judges: list[_Judge] = [old.get(str(rule)) or _Judge(rule) for rule in self.rules]
+        old = {judge.rule.text: judge for judge in after._judges} if after else {}
+        self._judges: list[_Judge] = [
+            _Judge(rule, *_taken_over(old.get(rule.text))) for rule in self.rules
+        ]
         self._layouts: list[Layout] = []
         self._known: set[Key] = set(after._known) if after else set()
 
@@ -306,6 +306,15 @@ def _read(rules: Any) -> list[Rule]:
             f"rules must be a list of rules, or a mapping of rules to actions, got {rules!r}."
         )
     return [rule if isinstance(rule, Rule) else Rule.parse(rule) for rule in rules]
+
+
+def _taken_over(judge: _Judge | None) -> list[_Episodes]:
+    if judge is None:
+        return []
+    return [
+        _Episodes(set(had.active), set(had.born), had.judged)
+        for had in (judge.first, judge.placed, judge.whole)
+    ]
 
 
 def _not_finite(value: float) -> bool:
