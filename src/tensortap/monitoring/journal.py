@@ -2,16 +2,17 @@
 
 The loop hands a step over and goes on. Here the numbers arrive from the device, rules are judged
 where nobody waits for them, and what is due is written: a step of the cadence, and with an alarm
-the steps before it too, which the ring has kept.
+the steps before it too, which the ring has kept. A step that was judged by the loop itself and is
+not due goes into the ring without waking anybody.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,9 @@ Held = dict[tuple[Site, int], torch.Tensor]
 """Full tensors of a step by (site, call), kept because a rule asked for a snapshot."""
 
 _LIVE_EVERY = 1.0
-_BACKLOG = 32  # steps that wait; with more, sinks are passed over
+_LOOK_EVERY = 0.05
+_RECENT = 20  # alarms that the live page shows
+_BACKLOG = 256  # steps that wait; with more, sinks are passed over
 
 
 @dataclass(eq=False)
@@ -48,7 +51,9 @@ class Entry:
     every: int
     alarms: list[Alarm] | None = None  # None: nobody has judged it yet
     held: Held = field(default_factory=dict)
-    all_of_ring: bool = False  # training broke off: keep the last steps
+    broken: bool = False  # training broke off: the steps before it are wanted too
+    wanted: bool = False  # whether it is written
+    before: list[Step] = field(default_factory=list)  # and these from the ring with it
 
 
 class Journal:
@@ -72,8 +77,10 @@ class Journal:
         self._on_failure = on_failure
         self._on_problem = on_problem
         self._live = live
-        self._queue: queue.SimpleQueue[Entry | threading.Event | None] = queue.SimpleQueue()
+        self._queue: deque[Entry | threading.Event | None] = deque()
+        self._wake = threading.Event()
         self._order = itertools.count()
+        self._numbers: dict[int, tuple[Site, int]] = {}
         self._recent: list[Alarm] = []
         self._live_at = -math.inf
         self._seen: tuple[float, int] | None = None  # when, and which step, for the rate
@@ -84,47 +91,66 @@ class Journal:
         self._thread.start()
 
     def put(self, entry: Entry) -> None:
-        self._queue.put(entry)
+        """Take a step over. One that the loop has judged finds its place in the ring at once."""
+        if entry.alarms is not None:
+            self._sort_in(entry, entry.gathered.step(), entry.alarms)
+            if not (entry.wanted or self._is_time()):
+                return
+        self._queue.append(entry)  # not woken for it: that would cost the loop more than a look
+
+    def _sort_in(self, entry: Entry, step: Step, alarms: Sequence[Alarm]) -> None:
+        entry.wanted = entry.due or bool(alarms) or entry.broken
+        if alarms or entry.broken:
+            entry.before = self._ring.take()
+        elif not entry.wanted and len(step):
+            self._ring.push(step)
 
     def drain(self, timeout: float = 60.0) -> None:
         """Return when everything put so far is done."""
         done = threading.Event()
-        self._queue.put(done)
+        self._tell(done)
         until = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < until:
             if done.wait(0.05):
                 return
 
     def close(self) -> None:
-        self._queue.put(None)
+        self._tell(None)
         self._thread.join(timeout=60.0)
         for problem in self._sinks.close():
             self._on_problem(problem)
 
+    def _tell(self, item: threading.Event | None) -> None:
+        self._queue.append(item)
+        self._wake.set()
+
     def _run(self) -> None:
         while True:
-            item = self._queue.get()
-            if item is None:
-                return
-            if isinstance(item, threading.Event):
-                item.set()
-                continue
-            try:
-                self._do(item)
-            except Exception as error:  # training must not notice
-                self._on_failure(error)
+            self._wake.wait(_LOOK_EVERY)
+            self._wake.clear()
+            while self._queue:
+                item = self._queue.popleft()
+                if item is None:
+                    return
+                if isinstance(item, threading.Event):
+                    item.set()
+                    continue
+                try:
+                    self._do(item)
+                except Exception as error:  # training must not notice
+                    self._on_failure(error)
 
     def _do(self, entry: Entry) -> None:
         step = entry.gathered.step()
-        alarms = self._judge(step) if entry.alarms is None else entry.alarms
-        self._recent += alarms
-        if alarms or entry.all_of_ring:
-            for earlier in self._ring.take():
-                self._write(earlier, {})
-        if entry.due or alarms or entry.all_of_ring:
+        alarms = entry.alarms
+        if alarms is None:
+            alarms = self._judge(step)
+            self._sort_in(entry, step, alarms)
+        self._recent = [*self._recent, *alarms][-_RECENT:]
+        for earlier in entry.before:
+            self._write(earlier, {})
+        if entry.wanted:
             self._write(step, entry.held)
-        elif len(step):
-            self._ring.push(step)
         if (entry.due or alarms) and len(self._sinks):
             self._tell_sinks(step, alarms)
         self._tell_live(step, entry.every, alarms)
@@ -133,7 +159,7 @@ class Journal:
         self.written += 1
         for row, (site, call) in enumerate(zip(step.sites, step.calls, strict=True)):
             moment = (next(self._order), step.epoch, step.batch, call)
-            number = self._writer.site(site)
+            number = self._number(site)
             tensor = held.get((site, call))
             if tensor is not None:
                 self._writer.line(number, moment, self._writer.take(tensor))
@@ -141,6 +167,13 @@ class Journal:
                 self._writer.summary_line(number, moment, step.table[row])
         for name, value in step.scalars.items():
             self._write_scalar(step, name, value)
+
+    def _number(self, site: Site) -> int:
+        """The writer's number of a site; by identity, for the same sites come in every step."""
+        known = self._numbers.get(id(site))
+        if known is None or known[0] is not site:
+            known = self._numbers[id(site)] = (site, self._writer.site(site))
+        return known[1]
 
     def _write_scalar(self, step: Step, name: str, value: float) -> None:
         row = np.empty(WIDTH)
@@ -150,7 +183,7 @@ class Journal:
         self._writer.summary_line(self._writer.site(site), moment, row)
 
     def _tell_sinks(self, step: Step, alarms: Sequence[Alarm]) -> None:
-        if self._queue.qsize() > _BACKLOG:
+        if len(self._queue) > _BACKLOG:
             self.passed_over += 1
             return
         for problem in self._sinks.log(values_of(step, alarms), step.batch):
@@ -158,9 +191,12 @@ class Journal:
 
     def _tell_live(self, step: Step, every: int, alarms: Sequence[Any]) -> None:
         now = time.monotonic()
-        if self._live and len(step) and (alarms or now - self._live_at >= _LIVE_EVERY):
+        if self._live and len(step) and (alarms or self._is_time()):
             if self._seen is not None and now > self._seen[0]:
                 self._rate = (step.batch - self._seen[1]) / (now - self._seen[0])
             self._seen, self._live_at = (now, step.batch), now
-            text = live_text(step, self._recent[-20:], every=every, rate=self._rate)
+            text = live_text(step, self._recent, every=every, rate=self._rate)
             write_live(self._writer.store, text)
+
+    def _is_time(self) -> bool:
+        return self._live and time.monotonic() - self._live_at >= _LIVE_EVERY

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ..recording.dtypes import dtype_name
 from ..recording.schema import Port, Site
 from ..selection.sites import Site as Layer
+from ..selection.sites import unwrap
 from ..taps.compiled import contains_compiled
 from ..taps.fused import find_fused, listen_globally
 from ..taps.leaves import flatten
@@ -70,6 +71,7 @@ class Places:
         traces_grads: bool,
     ) -> None:
         self._model = model
+        self._inner = unwrap(model)  # a traced hook must not reach it by way of its wrapper
         self._gate = gate
         self._take = take
         self._on_failure = on_failure
@@ -160,7 +162,7 @@ class Places:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or recomputing():
             return
-        self._training = module.training and torch.is_grad_enabled()
+        self._training = self._inner.training and torch.is_grad_enabled()
         self.forwards += self._training
         self._stay_last()
 
@@ -169,7 +171,7 @@ class Places:
             self._training = None
 
     def _trains(self) -> bool:
-        return self._model.training if self._training is None else self._training
+        return self._inner.training if self._training is None else self._training
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""
@@ -237,7 +239,7 @@ class Places:
 
     def _trace(self, place: _Place, output: Any) -> None:
         """Called while a graph is traced: nothing here may depend on what changes later."""
-        if not (torch.is_grad_enabled() and self._model.training):
+        if not (torch.is_grad_enabled() and self._inner.training):
             return
         ear, site = self._ear, 2 * place.index
         for leaf, tensor in _traceable(output, ""):

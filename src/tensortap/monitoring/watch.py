@@ -330,7 +330,7 @@ class Watcher:
         unfinished = self._board.gather(self._epoch, self.batch, self._scalars)
         if unfinished.sites or reason:
             entry = Entry(unfinished, True, self._every, list(self._early), self._held)
-            entry.all_of_ring = reason is not None
+            entry.broken = reason is not None
             self._journal.put(entry)
         self._journal.close()
         self._parameters.forget()
@@ -425,6 +425,9 @@ class Watcher:
             self._fail(error)
 
     def _end_step(self) -> None:
+        if not (self._due or len(self._board) or self._rules):
+            self._next()  # nothing was asked of this step
+            return
         gathered = self._board.gather(self._epoch, self.batch, self._scalars)
         alarms: list[Alarm] | None = None
         if self._on_cpu or self._rules.needs_now:
