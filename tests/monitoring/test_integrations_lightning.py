@@ -236,3 +236,51 @@ print("lightning.pytorch" in sys.modules)
     assert done.stdout == "False\n"
     found = records(tap.open(tmp_path / "run"), layer="blocks.0", port="output")
     assert [r.batch for r in found] == [0, 1, 2, 3]
+
+
+# Document 004's monitor
+
+
+def monitored(folder: Path, model: nn.Module, epochs: list[int]) -> tap.Monitor:
+    layers = {
+        "net.blocks.0": {"alias": "first", "record_type": "single"},
+        "net.blocks.1": {"alias": "second", "record_type": "epoch_full"},
+    }
+    return tap.Monitor(model, layers, epochs, str(folder), batch_indices=[0, 3])
+
+
+def test_a_monitor_goes_along(tmp_path) -> None:
+    module = Module()
+    before = hooks(module)
+    monitor = monitored(tmp_path / "seen", module, [1])
+    fit(trainer(TapCallback(monitor=monitor)), module, loader(), loader())
+    assert hooks(module) == before and monitor.closed
+    run = tap.open(tmp_path / "seen")
+    assert run.status == "complete"
+    # Micro-batches are batches of the loader; sanity check and validation are not heard.
+    assert [(r.epoch, r.batch) for r in records(run, layer="net.blocks.0")] == [(1, 0), (1, 3)]
+    full = records(run, layer="net.blocks.1")
+    assert [(r.epoch, r.batch, r.call) for r in full] == [(1, b, 0) for b in range(BATCHES)]
+    assert {path.suffix for path in (tmp_path / "seen").rglob("*.pt")} == {".pt"}
+
+
+def test_a_monitor_and_a_watch_beside_each_other(tmp_path) -> None:
+    module = Module(fail_at=5)
+    before = hooks(module)
+    monitor = monitored(tmp_path / "seen", module, [0])
+    callback = TapCallback(tmp_path / "run", monitor=monitor, every=1)
+    with pytest.raises(RuntimeError, match="cursed"):
+        fit(trainer(callback), module)
+    assert hooks(module) == before and monitor.closed
+    for folder in ("seen", "run"):
+        run = tap.open(tmp_path / folder)
+        assert run.status == "failed" and "cursed" in run.manifest.failure
+    assert len(records(tap.open(tmp_path / "seen"), layer="net.blocks.1")) == 5
+    assert list((tmp_path / "seen").rglob("*.pt"))  # what was recorded is on disk
+
+
+def test_options_of_a_watch_need_its_path(tmp_path) -> None:
+    monitor = monitored(tmp_path / "seen", Module(), [0])
+    with pytest.raises(OptionError, match="path of the watch"):
+        TapCallback(monitor=monitor, every=2)
+    monitor.close()

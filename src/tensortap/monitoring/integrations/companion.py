@@ -53,6 +53,7 @@ class Companion:
         self.watcher: Watcher | None = None
         self._runs = 0
         self._open = False
+        self._resting = False
 
     def start(self, model: Any, *, first: int = 0, sink: Sink | None = None) -> None:
         """Training begins, at step `first`; what is open from a run that broke off is closed."""
@@ -76,6 +77,16 @@ class Companion:
         """A batch of the loader is next; a watch counts steps by itself."""
         if self.monitor is not None:
             self.monitor.set_batch_idx(index)
+            if self._resting:
+                self._resting = False
+                self.monitor.resume()
+
+    def rest(self) -> None:
+        """No training pass until the next `batch`. A watch knows an evaluation when it sees one; a
+        monitor keeps whatever runs."""
+        if self.monitor is not None and not self._resting:
+            self._resting = True
+            self.monitor.pause()
 
     def epoch_end(self) -> None:
         if self.monitor is not None:
@@ -91,14 +102,10 @@ class Companion:
         if not self._open:
             return
         self._open = False
-        try:
-            if self.monitor is not None:
-                self.epoch_end()
-        finally:
-            if self.monitor is not None:
-                self.monitor.remove_hooks()
-            if self.watcher is not None:
-                self.watcher.close(failure)
+        if self.monitor is not None:
+            self.monitor.close(failure)  # saves what nobody saved
+        if self.watcher is not None:
+            self.watcher.close(failure)
 
     def __enter__(self) -> Companion:
         return self

@@ -54,6 +54,7 @@ class TapTrainerCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
+        self.companion.rest()
         self.companion.start(model, first=state.global_step)
 
     def on_epoch_begin(
@@ -76,6 +77,7 @@ class TapTrainerCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._batch += 1
+        self.companion.rest()  # an evaluation may come; nobody says when one begins
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.companion.epoch_end()

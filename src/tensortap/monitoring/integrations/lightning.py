@@ -74,6 +74,9 @@ class TapCallback(_Callback):  # type: ignore[misc]
         """The watch of the last fit, None before there is one."""
         return self.companion.watcher
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.companion.rest()  # the sanity check is no training
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._seen = dict(trainer.callback_metrics)
         self._relay = _Relay(trainer.loggers) if self.to_logger and trainer.loggers else None
@@ -98,6 +101,7 @@ class TapCallback(_Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self.companion.rest()
         self._pass_on()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

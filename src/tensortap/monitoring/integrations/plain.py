@@ -71,12 +71,9 @@ class Loop(Generic[Batch]):
                 if self.monitor is not None:
                     self.monitor.set_batch_idx(index)
                 yield epoch, index, batch
-            self._save()
-
-    def _save(self) -> None:
-        if self.monitor is not None:
-            self.monitor.save_single_outputs()
-            self.monitor.save_epoch_outputs()
+            if self.monitor is not None:
+                self.monitor.save_single_outputs()
+                self.monitor.save_epoch_outputs()
 
     def __enter__(self) -> Loop[Batch]:
         return self
@@ -87,10 +84,8 @@ class Loop(Generic[Batch]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self._save()
-        finally:
-            if self.monitor is not None:
-                self.monitor.remove_hooks()
-            if self.watch is not None:
-                self.watch.close(None if error is None else reason_of(error))
+        failure = None if error is None else reason_of(error)
+        if self.monitor is not None:
+            self.monitor.close(failure)  # saves what nobody saved
+        if self.watch is not None:
+            self.watch.close(failure)
