@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
+    DONE,
     BatchOption,
     CallOption,
     Folder,
@@ -36,16 +37,52 @@ def show(
     each: Annotated[
         bool, typer.Option("--each", help="A row a record, instead of merged rows.")
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            "-f",
+            help="Show the last step of a run that is being watched, until it is over. Exit 1 "
+            "when it failed or has NaN or Inf.",
+        ),
+    ] = False,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", help="With --follow: wait so many seconds for it to begin."),
+    ] = 60.0,
     partial: PartialOption = False,
     json: JsonOption = False,
-) -> None:
-    """Show the layers of a recording, or one layer in detail."""
+) -> int:
+    """Show the layers of a recording, or one layer in detail; --follow one that trains."""
+    if follow:
+        return _follow(folder, layer, layers or [], port, batch, call, each, timeout, json)
     recording = open_recording(folder, partial=partial)
     if layer is None:
         _all(recording, layers or [], port, batch, call, each, json)
     else:
         _one(recording, layer, port, batch, call, json)
     print_notes(recording.notes)
+    return DONE
+
+
+def _follow(
+    folder: str,
+    layer: str | None,
+    layers: list[str],
+    port: str | None,
+    batch: int | None,
+    call: int | None,
+    each: bool,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    from ..errors import OptionError
+    from .follow import follow
+
+    if batch is not None or call is not None or each:
+        raise OptionError("--follow shows the last step: it takes no --batch, --call or --each.")
+    patterns = [*layers, *([layer] if layer is not None else [])]
+    return follow(folder, patterns, port, timeout=timeout, as_json=as_json)
 
 
 def _all(
