@@ -11,11 +11,13 @@ from ..recording.reader import open as open_recording
 from .align import LayerPair
 from .environment import same_input
 from .floor import Floor
+from .moments import in_words
 from .results import LayerComparison
 from .sentences import name_of
 
 __all__ = [
     "Run",
+    "about_steps",
     "check_compared",
     "check_paired",
     "check_third",
@@ -68,6 +70,13 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
     """Refuse a comparison of which no pair could be measured."""
     if any(row.verdict not in ("missing", "incomparable") for row in rows):
         return
+    ours, theirs = left.steps, right.steps
+    if not set(ours) & set(theirs):
+        raise ComparisonError(
+            f"{left.path} and {right.path} have no step in common, so nothing could be compared: "
+            f"the reference has {_span(ours)}, the candidate {_span(theirs)}. Record or watch the "
+            "same steps of both runs."
+        )
     reasons = list(
         dict.fromkeys(f"{name_of(r.layer)}: {r.why}" for r in rows if r.candidate_layer is not None)
     )
@@ -75,6 +84,27 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
         f"None of the {len(reasons)} paired layers of {left.path} and {right.path} could be "
         f"compared. {' '.join(reasons[:3])}"
     )
+
+
+def about_steps(
+    left: Recording, right: Recording, compared: Sequence[tuple[int, int]]
+) -> list[str]:
+    """That one of two runs has steps that the other has not, said once for all layers."""
+    ours, theirs = left.steps, right.steps
+    common = set(ours) & set(theirs)
+    if ours == theirs or common != set(compared):
+        return []  # where samples were divided otherwise, steps are no measure
+    text = f"{len(common)} {'step is' if len(common) == 1 else 'steps are'} in both runs"
+    for side, steps in (("reference", ours), ("candidate", theirs)):
+        alone = [step for step in steps if step not in common]
+        if alone:
+            text += f"; only in the {side}: {_span(alone)}"
+    return [f"{text}. What one run alone has was not compared."]
+
+
+def _span(steps: Sequence[tuple[int, int]]) -> str:
+    first, last = (in_words(*step, 0) for step in (steps[0], steps[-1]))
+    return first if len(steps) == 1 else f"{len(steps)} steps from {first} to {last}"
 
 
 def _some(names: Sequence[str]) -> str:

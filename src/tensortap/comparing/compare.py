@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from ..numerics.difference import Difference
 from ..recording.reader import Layer, Recording
+from ..recording.series import summary_table
 from ..selection.recorded import choose_layers
 from .align import LayerPair, align
 from .causes.layer import explained
 from .checks import (
     Run,
+    about_steps,
     check_compared,
     check_paired,
     check_third,
@@ -22,8 +24,9 @@ from .checks import (
     warnings_of,
 )
 from .environment import environment_differences, same_input
+from .epochs import steps_compared
 from .floor import Floor, FloorHere
-from .judge import Expectation, Judgement, judge
+from .judge import AGAINST_ESTIMATE, Expectation, Judgement, judge
 from .measure import MomentMeasurement, SiteMeasurement, measure
 from .parts import (
     compared_part,
@@ -32,12 +35,14 @@ from .parts import (
     layer_row,
     missing_part,
     missing_row,
+    summary_part,
     unpaired_part,
 )
 from .precision import depth_of, estimated_floor, offset_of, precision_of
 from .results import Comparison, LayerComparison, Moment, Part
 from .rules import Rule, parse_rules, preset_of, rule_for
 from .sites import MomentPair, SitePair, SitePairer
+from .summaries import judge_rows
 from .truth import UNKNOWN, Nearness, Truth
 
 __all__ = ["Run", "Work", "compare", "floor_words", "inputs_of"]
@@ -122,6 +127,8 @@ def compare(
             *([] if work.truth is None else work.truth.notes),
         ),
     )
+    more = about_steps(left, right, steps_compared(comparison))
+    comparison = replace(comparison, notes=(*more, *comparison.notes))
     return explained(comparison, work.sites)
 
 
@@ -147,8 +154,13 @@ _Content = tuple[object, ...]
 
 def _content(site: SitePair) -> _Content | None:
     """The pairs of tensors that are compared, by what they hold; None where that is not known."""
-    found = [_pair_content(site, pair) for pair in site.moments]
-    return None if None in found else tuple(found)
+    found: list[_Content] = []
+    for pair in site.moments:
+        content = _pair_content(site, pair)
+        if content is None:
+            return None
+        found.append(content)
+    return tuple(found)
 
 
 def _pair_content(site: SitePair, pair: MomentPair) -> _Content | None:
@@ -219,6 +231,12 @@ class Work:
             return missing_part(site)
         if site.problem or not site.moments:
             return incomparable_part(site)
+        limit = self._summary_limit(site, depth, given)
+        if limit is not None:
+            ours = summary_table([pair.reference for pair in site.moments])
+            theirs = summary_table([pair.candidate for pair in site.moments])
+            rows, near = judge_rows(ours, theirs, limit), self._nearer(layer, site)
+            return summary_part(site, rows, near.nearer, self.metrics)
         key = _content(site)
         known = None if key is None or self.rules else self.measured.get(key)
         if known is not None:  # one layer's output is the next one's input, and measured once
@@ -235,6 +253,21 @@ class Work:
         true = self._nearer(layer, site)
         part = compared_part(measured, judged, true.nearer, self.metrics)
         return replace(part, reference_error=true.reference, candidate_error=true.candidate)
+
+    def _summary_limit(
+        self, site: SitePair, depth: int, given: Mapping[Moment, _Given]
+    ) -> float | None:
+        """What a summary may change by, where all of a site's moments can be judged at once."""
+        pairs = site.moments
+        dtypes = {(pair.reference.dtype, pair.candidate.dtype) for pair in pairs}
+        if self.floor is not None or len(dtypes) > 1:
+            return None
+        if any(pair.reference.stored and pair.candidate.stored for pair in pairs):
+            return None
+        if any(came != _NOTHING for came in given.values()):
+            return None
+        estimate = estimated_floor(next(iter(dtypes)), self.precisions, depth, _NOTHING.offset)
+        return estimate * AGAINST_ESTIMATE
 
     def _judged(
         self,

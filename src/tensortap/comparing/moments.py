@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..recording.reader import Record
+from ..recording.reader import Record, undisturbed
 
 if TYPE_CHECKING:
     from .transforms import Transform
@@ -75,8 +75,9 @@ class Arrangement:
 
 def by_moment(ours: Sequence[Record], theirs: Sequence[Record]) -> Arrangement:
     """Records of the same epoch, batch and call."""
-    left, right = _keyed(ours), _keyed(theirs)
-    pairs = tuple(_pair(record, right[key]) for key, record in left.items() if key in right)
+    with undisturbed():
+        left, right = _keyed(ours), _keyed(theirs)
+        pairs = tuple(_pair(record, right[key]) for key, record in left.items() if key in right)
     unpaired = [_only(key, "reference") for key in left if key not in right]
     unpaired += [_only(key, "candidate") for key in right if key not in left]
     return Arrangement("moments", "", pairs, tuple(unpaired))

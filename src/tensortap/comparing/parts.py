@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from ..recording.reader import Layer
 from .align import LayerPair
+from .epochs import per_epoch
 from .judge import Judgement
 from .measure import MomentMeasurement, SiteMeasurement
+from .moments import in_words
 from .results import LayerComparison, Moment, Origin, Part, Verdict, severity, worst
 from .sites import SitePair
+from .summaries import JudgedRows
 
 __all__ = [
     "compared_part",
@@ -21,8 +26,12 @@ __all__ = [
     "missing_row",
     "origin_of",
     "overall",
+    "summary_part",
     "unpaired_part",
 ]
+
+
+_MANY = 12  # moments of one side alone: more are said from the first to the last
 
 
 def missing_row(pair: LayerPair) -> LayerComparison:
@@ -65,8 +74,22 @@ def layer_row(
         order=left.order,
         type=left.type,
         candidate_type=right.type,
-        note="; ".join(part.why for part in gaps),
+        note="; ".join(_gaps(gaps)),
     )
+
+
+def _gaps(parts: Sequence[Part]) -> list[str]:
+    """What one side lacks; ports that lack the same moments are said together."""
+    places: dict[str, list[str]] = {}
+    for part in parts:
+        head, at, moments = part.why.partition(" at ")
+        if head != part.port:
+            head, at, moments = part.why, "", ""
+        places.setdefault(f"{at}{moments}", []).append(head)
+    return [
+        f"{', '.join(dict.fromkeys(heads))}{tail}" if tail else "; ".join(heads)
+        for tail, heads in places.items()
+    ]
 
 
 def missing_part(site: SitePair) -> Part:
@@ -110,11 +133,12 @@ def origin_of(verdict: Verdict, parts: Sequence[Part]) -> Origin | None:
         return None
     bad = [part for part in parts if part.verdict == "diverged"]
     for port, source in (("output", "input"), ("grad_input", "grad_output")):
-        moments = [part.diverged_at[0] for part in bad if part.port == port and part.diverged_at]
+        moments = [min(part.diverged_at) for part in bad if part.port == port and part.diverged_at]
         if moments:
             sources = [part for part in parts if part.port == source]
             return _origin_at(min(moments), sources)
-    return "inherited"
+    came_in = any(part.port in ("input", "grad_output") for part in bad)
+    return "inherited" if came_in else "unknown"  # a parameter is changed between two passes
 
 
 def _origin_at(moment: Moment, sources: Sequence[Part]) -> Origin:
@@ -173,6 +197,49 @@ def compared_part(
         order=first.reference.order,
         nearer=nearer,
         added=tuple((name, moment.added(name)) for name in metrics),
+        epochs=per_epoch(
+            [one.moment for one in measured.moments],
+            [one.verdict == "diverged" for one in judged],
+            [math.nan if m.difference is None else m.difference.error for m in measured.moments],
+            [pair.reference.order for pair in site.moments],
+        ),
+    )
+
+
+def summary_part(
+    site: SitePair, judged: JudgedRows, nearer: str | None, metrics: Sequence[str] = ()
+) -> Part:
+    """The same where there are summaries alone, of many moments at once."""
+    first = site.moments[judged.at]
+    bad = np.flatnonzero(judged.diverged).tolist()
+    moments = [(pair.epoch, pair.batch, pair.call) for pair in site.moments]
+    why = f"at {in_words(*moments[judged.at])} {judged.why}" if bad else judged.why
+    hints = [f"the {nearer} is nearer to the truth"] if nearer is not None and bad else []
+    return Part(
+        port=site.port,
+        leaf=site.leaf,
+        verdict="diverged" if bad else "within",
+        why=why if len(moments) > 1 else judged.why,
+        reference_summary=judged.reference,
+        candidate_summary=judged.candidate,
+        shape=first.reference.shape,
+        candidate_shape=first.candidate.shape,
+        dtype=first.reference.dtype,
+        candidate_dtype=first.candidate.dtype,
+        transform="" if site.transform is None else site.transform.name,
+        hints=tuple(hints),
+        moments=len(moments),
+        worst_moment=moments[judged.worst],
+        diverged_at=tuple(moments[at] for at in bad),
+        order=first.reference.order,
+        nearer=nearer,
+        added=tuple((name, math.nan) for name in metrics),
+        epochs=per_epoch(
+            moments,
+            judged.diverged.tolist(),
+            judged.changes.tolist(),
+            [pair.reference.order for pair in site.moments],
+        ),
     )
 
 
@@ -183,15 +250,20 @@ def _verdict(verdict: Verdict, site: SitePair) -> Verdict:
 
 def unpaired_part(site: SitePair) -> Part:
     """The moments of a site that one side alone has."""
-    shown = ", ".join(site.unpaired[:3])
-    more = f" and {len(site.unpaired) - 3} more" if len(site.unpaired) > 3 else ""
-    return Part(site.port, site.leaf, "missing", f"{site.port} at {shown}{more}")
+    if len(site.unpaired) <= _MANY:
+        shown = ", ".join(site.unpaired[:3])
+        more = f" and {len(site.unpaired) - 3} more" if len(site.unpaired) > 3 else ""
+        return Part(site.port, site.leaf, "missing", f"{site.port} at {shown}{more}")
+    said = []
+    for side in ("reference", "candidate"):
+        tail = f" only in the {side}"
+        here = [words.removesuffix(tail) for words in site.unpaired if words.endswith(tail)]
+        if len(here) > 1:
+            said.append(f"{len(here)} moments, {here[0]} to {here[-1]},{tail}")
+        elif here:
+            said.append(f"{here[0]}{tail}")
+    return Part(site.port, site.leaf, "missing", f"{site.port} at {', '.join(said)}")
 
 
 def _moment_words(moment: MomentMeasurement) -> str:
-    epoch, batch, call = moment.moment
-    words = [f"epoch {epoch}"] if epoch else []
-    words.append(f"batch {batch}")
-    if call:
-        words.append(f"call {call}")
-    return ", ".join(words)
+    return in_words(*moment.moment)

@@ -22,6 +22,7 @@ from ..numerics.summary import Summary
 
 if TYPE_CHECKING:
     from .causes.cause import Cause
+    from .epochs import EpochComparison, EpochPart
 
 __all__ = [
     "BAD",
@@ -111,6 +112,7 @@ class Part:
     reference_error: float = math.nan
     candidate_error: float = math.nan
     added: tuple[tuple[str, float], ...] = ()
+    epochs: tuple[EpochPart, ...] = field(default=(), repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -129,7 +131,7 @@ class Part:
             "hints": list(self.hints),
             "moments": self.moments,
             "worst_moment": None if self.worst_moment is None else list(self.worst_moment),
-            "first_diverged": list(self.diverged_at[0]) if self.diverged_at else None,
+            "first_diverged": list(min(self.diverged_at)) if self.diverged_at else None,
             "diverged_moments": len(self.diverged_at),
             "max_abs_moment": None if self.max_abs_moment is None else list(self.max_abs_moment),
             "nearer": self.nearer,
@@ -221,6 +223,19 @@ class LayerComparison:
         return self.main.candidate_error if self.main is not None else math.nan
 
     @property
+    def first_part(self) -> Part | None:
+        """The part that diverged first in time; None where none did."""
+        bad = [part for part in self.parts if part.verdict == "diverged"]
+        bad = [part for part in bad if part.port != "input"] or bad
+        return min(bad, key=lambda part: _part_when(part, self.origin), default=None)
+
+    @property
+    def first_moment(self) -> Moment | None:
+        """The first moment (epoch, batch, call) at which the layer diverged."""
+        part = self.first_part
+        return min(part.diverged_at) if part is not None and part.diverged_at else None
+
+    @property
     def hints(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(hint for part in self.parts for hint in part.hints))
 
@@ -300,6 +315,13 @@ class Comparison:
         return min(diverged, key=_when, default=None)
 
     @property
+    def epochs(self) -> tuple[EpochComparison, ...]:
+        """The comparison epoch by epoch, for training runs."""
+        from .epochs import epochs_of
+
+        return epochs_of(self)
+
+    @property
     def counts(self) -> dict[str, int]:
         """How many layers got each verdict."""
         found = Counter(row.verdict for row in self.layers)
@@ -341,6 +363,7 @@ class Comparison:
             "notes": list(self.notes),
             "environment": [item.to_dict() for item in self.environment],
             "in_common": dict(self.in_common),
+            "epochs": [epoch.to_dict() for epoch in self.epochs],
             "layers": [row.to_dict() for row in self.layers],
         }
 
@@ -394,21 +417,25 @@ def _when(row: LayerComparison) -> tuple[int, ...]:
     A gradient is seen at the layer that it goes to before it is seen at the layer that made it, so
     within a backward pass those that made it come first.
     """
-    bad = [part for part in row.parts if part.verdict == "diverged"]
-    bad = [part for part in bad if part.port != "input"] or bad
-    times = []
-    for part in bad:
-        epoch, batch, _ = part.diverged_at[0] if part.diverged_at else (0, 0, 0)
-        backward = part.port.startswith("grad")
-        times.append((epoch, batch, backward, backward and row.origin != "made here", part.order))
-    return min(times, default=(0, 0, 0, 0, row.order))
+    part = row.first_part
+    return (0, 0, 0, 0, row.order) if part is None else _part_when(part, row.origin)
+
+
+def _part_when(part: Part, origin: Origin | None) -> tuple[int, ...]:
+    from .epochs import phase
+
+    epoch, batch, _ = min(part.diverged_at, default=(0, 0, 0))
+    backward = part.port.startswith("grad")
+    return epoch, batch, phase(part.port), backward and origin != "made here", part.order
 
 
 def _first(row: LayerComparison) -> Mapping[str, Any]:
     names = ("layer", "candidate_layer", "verdict", "input_verdict", "origin", "why")
     causes = [cause.to_dict() for cause in row.causes]
+    moment = row.first_moment
     return {
         **{name: getattr(row, name) for name in names},
+        "moment": None if moment is None else list(moment),
         "hints": list(row.hints),
         "causes": causes,
     }

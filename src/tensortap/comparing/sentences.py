@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from .epochs import parted
 from .results import Comparison, LayerComparison
 
 __all__ = ["answer", "name_of"]
@@ -12,6 +13,13 @@ _ORIGINS = {
     "made here": "made here, for its inputs agree",
     "inherited": "inherited, for its inputs are off already",
     "unknown": "unknown whether made here, for its inputs were not recorded",
+}
+
+_OF_TRAINING = {
+    "param": "a parameter: the optimizer's step before made it",
+    "grad_param": "the gradient of a parameter",
+    "update": "what a step did to a parameter",
+    "scalar": "a number that was logged",
 }
 
 _SIDES = ("reference", "candidate")
@@ -33,8 +41,9 @@ def answer(comparison: Comparison) -> str:
         diverged = sum(row.verdict == "diverged" for row in rows)
         text = (
             f"First divergence at {name_of(first.layer)} "
-            f"({_origin(first)}): {first.why}. {agree if before else ''}"
+            f"({_origin(first)}): {_why(first)}. {agree if before else ''}"
             f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
+            f"{parted(comparison)}"
         )
     elif all(row.verdict == "identical" for row in compared) and compared:
         many = len(compared) > 1
@@ -50,10 +59,23 @@ def answer(comparison: Comparison) -> str:
 
 
 def _origin(row: LayerComparison) -> str:
+    part = row.first_part
+    if part is not None and part.port in _OF_TRAINING:
+        return _OF_TRAINING[part.port]
     words = _ORIGINS[row.origin or "unknown"]
     if row.main is not None and row.main.port.startswith("grad"):
         return words.replace("its inputs", "the gradients that came in")
     return words
+
+
+def _why(row: LayerComparison) -> str:
+    """The reason of the part that diverged first; a layer's row has that of its worst output."""
+    part, main = row.first_part, row.main
+    if part is None or main is None or not part.diverged_at or not main.diverged_at:
+        return row.why
+    if min(part.diverged_at) >= min(main.diverged_at):
+        return row.why
+    return part.why if part.port == "output" else f"{part.port}: {part.why}"
 
 
 def _before(rows: tuple[LayerComparison, ...], row: LayerComparison) -> list[LayerComparison]:

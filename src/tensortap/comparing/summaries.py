@@ -7,11 +7,18 @@ is `within`, never `identical`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from ..numerics.summary import Summary
+import numpy as np
+from numpy.typing import NDArray
+
+from ..numerics.summary import COLUMNS, Summary
+from ..recording.series import finite_of, merge_rows, rms_of
 from .results import Verdict
 
-__all__ = ["judge_summaries"]
+__all__ = ["JudgedRows", "judge_rows", "judge_summaries"]
+
+Rows = NDArray[np.float64]
 
 _COUNTS = ("count", "nan", "posinf", "neginf")
 _KEPT = "known are moments, range and counts alone, not which elements differ"
@@ -63,3 +70,52 @@ def _changes(reference: Summary, candidate: Summary) -> dict[str, float]:
         for name in ("min", "max")
     }
     return {**moments, **extremes}
+
+
+@dataclass(frozen=True, eq=False)
+class JudgedRows:
+    """Many moments of one site: which diverged, how much each changed, and the one that speaks.
+
+    `at` is the first that diverged, or the one that changed most; `why` is said of it.
+    """
+
+    diverged: NDArray[np.bool_]
+    changes: Rows
+    at: int
+    worst: int
+    why: str
+    reference: Summary
+    candidate: Summary
+
+
+def judge_rows(reference: Rows, candidate: Rows, limit: float) -> JudgedRows:
+    """`judge_summaries` for the raw rows of many moments at once."""
+    changes = _row_changes(reference, candidate)
+    diverged = changes > limit
+    worst = int(changes.argmax())
+    at = int(diverged.argmax()) if diverged.any() else worst
+    pair = [Summary.from_row(side[at].tolist()) for side in (reference, candidate)]
+    _, why = judge_summaries(pair[0], pair[1], limit)
+    return JudgedRows(
+        diverged, changes, at, worst, why, merge_rows(reference), merge_rows(candidate)
+    )
+
+
+def _row_changes(reference: Rows, candidate: Rows) -> Rows:
+    """The largest change of each pair of rows; infinite where they disagree about counts."""
+    column = {name: number for number, name in enumerate(COLUMNS)}
+    counts = [column[name] for name in _COUNTS]
+    scale, top = rms_of(reference), np.maximum(reference[:, column["absmax"]], 1e-30)
+    with np.errstate(all="ignore"):
+        apart = np.abs(candidate - reference)
+        found = (
+            np.abs(rms_of(candidate) - scale) / scale,
+            *(apart[:, column[name]] / scale for name in ("mean", "std")),
+            *(apart[:, column[name]] / top / _EXTREMES for name in ("min", "max")),
+        )
+        changes: Rows = np.max(found, axis=0)
+    silent = candidate[:, column["l2"]] == 0
+    changes = np.where(scale == 0, np.where(silent, 0.0, np.inf), changes)
+    changes = np.where(finite_of(reference) == 0, 0.0, changes)
+    same = (reference[:, counts] == candidate[:, counts]).all(axis=1)
+    return np.where(same, changes, np.inf)

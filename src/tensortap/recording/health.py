@@ -151,6 +151,9 @@ def _judge(
     record: Record, summary: Summary, limits: Limits
 ) -> Iterator[tuple[Kind, Literal["error", "warning"], str]]:
     count = summary.count
+    if record.port == "scalar" and not summary.finite:
+        yield "nan" if summary.nan else "inf", "error", "is NaN" if summary.nan else "is infinite"
+        return
     if summary.nan:
         yield "nan", "error", f"has NaN in {summary.nan} of {count} values"
     infinite = summary.posinf + summary.neginf

@@ -27,6 +27,7 @@ __all__ = [
     "comparison_table",
     "comparison_text",
     "environment_table",
+    "epochs_table",
     "layer_screen",
     "modes_table",
     "modes_text",
@@ -195,6 +196,37 @@ def environment_table(comparison: Comparison) -> Table:
     return made
 
 
+def epochs_table(comparison: Comparison) -> Table:
+    """Two training runs, a row an epoch."""
+    from rich.text import Text
+
+    made = table(
+        ("epoch", "right"),
+        ("steps", "right"),
+        ("layers", "right"),
+        ("diverged", "right"),
+        ("first to diverge", "left"),
+        ("largest error", "right"),
+        ("at", "left"),
+        folds=("first to diverge", "at"),
+    )
+    for row in comparison.epochs:
+        first = "-"
+        if row.first is not None and row.first_layer is not None:
+            first = f"{text.layer_name(row.first_layer)}, batch {row.first[1]}"
+        style = "bold red" if row.diverged else "dim"
+        made.add_row(
+            str(row.epoch),
+            text.count(row.steps),
+            text.count(row.layers),
+            Text(text.count(row.diverged), style=style),
+            first,
+            text.number(row.error, 4),
+            text.layer_name(row.worst_layer) if row.worst_layer and row.error else "-",
+        )
+    return made
+
+
 def print_comparison(
     console: Console,
     comparison: Comparison,
@@ -213,6 +245,9 @@ def print_comparison(
                 f"No room for: {', '.join(reversed(dropped))}. Widen the terminal, or --json.",
                 style="dim",
             )
+        console.print()
+    if len(comparison.epochs) > 1:
+        print_table(console, epochs_table(comparison))
         console.print()
     if notes:
         for note in comparison.notes:

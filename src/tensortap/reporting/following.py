@@ -89,7 +89,7 @@ class Screen:
         leaf = any(row.leaf for row in rows)
         columns = [("port", "left"), ("layer", "left"), *([("leaf", "left")] if leaf else [])]
         numbers = ("rms", "mean", "std", "largest", "zeros", "NaN", "Inf")
-        made = table(*columns, *((name, "right") for name in numbers), ("rms since then", "left"))
+        made = table(*columns, *((name, "right") for name in numbers), ("rms so far", "left"))
         for row in rows:
             cells: list[Any] = [text.clean(row.port), text.layer_name(row.layer)]
             cells += [text.clean(row.leaf)] if leaf else []

@@ -14,6 +14,7 @@ from ...numerics.difference import Difference
 from ...numerics.histogram import Histogram
 from ...numerics.summary import Summary
 from ...recording.rows import Sparse, sparse
+from ..epochs import EpochPart, joined
 from ..moments import in_words
 from ..results import Part, Verdict, severity, worst
 
@@ -34,6 +35,7 @@ class _PartSum:
     candidate: Summary | None
     diverged_at: list[tuple[int, int, int]]
     max_abs_moment: tuple[int, int, int] | None
+    epochs: tuple[EpochPart, ...] = ()
 
     @classmethod
     def of(cls, part: Part) -> _PartSum:
@@ -49,6 +51,7 @@ class _PartSum:
             candidate=part.candidate_summary,
             diverged_at=list(part.diverged_at),
             max_abs_moment=part.max_abs_moment,
+            epochs=part.epochs,
         )
 
     def add(self, part: Part) -> None:
@@ -59,6 +62,7 @@ class _PartSum:
         self.candidate = _merged(self.candidate, part.candidate_summary)
         self.moments += part.moments
         self.diverged_at += part.diverged_at
+        self.epochs = joined(self.epochs, part.epochs)
         self.verdict = worst((self.verdict, part.verdict)) or part.verdict
 
     def _speak(self, part: Part) -> None:
@@ -106,6 +110,7 @@ class _PartSum:
             worst_moment=self.worst.worst_moment,
             diverged_at=tuple(self.diverged_at),
             max_abs_moment=self.max_abs_moment,
+            epochs=self.epochs,
         )
 
 

@@ -41,6 +41,7 @@ def render_page(comparison: Comparison) -> str:
         "warnings": warnings_html(_warnings(comparison)),
         "notes": notes_html(comparison.notes),
         "environment": _environment_html(comparison),
+        "epochs": _epochs_html(comparison),
         "foot": _foot_html(comparison),
         "data": as_json(data),
     }
@@ -126,6 +127,30 @@ def _sides_html(items: Iterable[EnvironmentDifference], caption: str) -> str:
     return (
         f'<table class="both"><caption class="unseen">{caption}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _epochs_html(comparison: Comparison) -> str:
+    """Two training runs, a row an epoch; nothing where there is one."""
+    epochs = comparison.epochs
+    if len(epochs) < 2:
+        return ""
+    names = ("epoch", "steps", "layers", "diverged", "first to diverge", "largest error", "at")
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    body = ""
+    for row in epochs:
+        first = "-"
+        if row.first is not None and row.first_layer is not None:
+            first = f"{text.layer_name(row.first_layer)}, batch {row.first[1]}"
+        worst = text.layer_name(row.worst_layer) if row.worst_layer and row.error else "-"
+        numbers = (text.count(n) for n in (row.steps, row.layers, row.diverged))
+        cells = (*numbers, first, text.number(row.error, 4), worst)
+        body += f'<tr><th scope="row">{row.epoch}</th>'
+        body += "".join(f"<td>{said(cell)}</td>" for cell in cells) + "</tr>"
+    return (
+        '<section><h2>Epoch by epoch</h2><table class="both">'
+        '<caption class="unseen">How the two runs compare, epoch by epoch</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
 
 
