@@ -128,7 +128,6 @@ class Board:
         self._devices: dict[torch.device, _DeviceRows] = {}
         self._captured: list[tuple[Site, _DeviceRows, int]] = []
         self._native = native.core is not None and pick(torch.empty(0)).name == "native"
-        self.overflowed = False
 
     def __len__(self) -> int:
         return len(self._sites)
@@ -138,7 +137,6 @@ class Board:
         with self._lock:
             row = len(self._sites)
             if row >= MOST_ROWS:
-                self.overflowed = True
                 return False
             if tensor.is_cpu:
                 if row >= len(self._table):
@@ -222,7 +220,6 @@ class Board:
             return  # nothing may be allocated now: `prepare` comes before a capture
         index = rows.used
         if index >= len(rows.views):
-            self.overflowed = True
             return
         rows.used += 1
         _accumulate(tensor, rows.views[index])

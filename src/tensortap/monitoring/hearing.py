@@ -16,6 +16,7 @@ a watched model would get the graph of one that is not. `HooksGuarded` makes it 
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Ear", "HooksGuarded", "recomputing"]
+__all__ = ["Ear", "HooksGuarded", "graphs_exist", "recomputing"]
 
 Listen = Callable[[int, torch.Tensor], None]
 ListenByLeaf = Callable[[int, torch.Tensor, str], None]
@@ -132,6 +133,13 @@ def _guards(skip: bool) -> bool | None:
     if before is not None:
         config.skip_nnmodule_hook_guards = skip
     return before
+
+
+def graphs_exist() -> bool:
+    """Whether anything was compiled in this process: such graphs do not look at hooks."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    made = getattr(getattr(dynamo, "output_codes", None), "seen", None)
+    return dynamo is not None and (made is None or len(made) > 0)
 
 
 def recomputing() -> bool:

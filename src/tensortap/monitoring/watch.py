@@ -30,6 +30,7 @@ from ..taps import compiled
 from ..taps.session import TapWarning
 from .board import Board
 from .clock import Clock
+from .hearing import graphs_exist
 from .journal import Entry, Held, Journal
 from .manifest import manifest_of, rank
 from .parameters import Parameters, Updates
@@ -39,7 +40,7 @@ from .sinks import sinks_of
 from .step import Step
 
 if TYPE_CHECKING:
-    from .config import Reread, WatchConfig
+    from .config import Reread
 
 __all__ = ["Watcher", "watch"]
 
@@ -174,6 +175,7 @@ class Watcher:
         self._budget = budget
         self._epoch = 0
         self._scalars: dict[str, float | torch.Tensor] = {}
+        self._carried: dict[str, float | torch.Tensor] = {}  # logged in steps that were not written
         self._held: Held = {}
         self._held_bytes = 0
         self._early: list[Alarm] = []
@@ -228,12 +230,13 @@ class Watcher:
             forwards=lambda: self._places.forwards,
             only=clock if isinstance(clock, torch.optim.Optimizer) else None,
         )
-        if compiled.contains_compiled(model):
+        if graphs_exist():
             compiled.forget()
-            self.notes.append(
-                "The model was compiled before: it compiles anew, with the taps inside. To save "
-                "that, call tap.watch before the first step."
-            )
+            if compiled.contains_compiled(model):
+                self.notes.append(
+                    "The model was compiled before: it compiles anew, with the taps inside. To "
+                    "save that, call tap.watch before the first step."
+                )
         for device in devices:
             self._board.prepare(device)
         self._places.attach([*reach.layers, *chosen.layers], devices)
@@ -327,8 +330,11 @@ class Watcher:
         self._places.detach()
         self._clock.detach()
         reason = self.failure or failure
-        unfinished = self._board.gather(self._epoch, self.batch, self._scalars)
-        if unfinished.sites or reason:
+        told = {**self._carried, **self._scalars}
+        over = self._carried and not self._scalars and not len(self._board)
+        last = self.batch - 1 if over else self.batch  # whose step the numbers are
+        unfinished = self._board.gather(self._epoch, last, told)
+        if unfinished.sites or told or reason:
             entry = Entry(unfinished, True, self._every, list(self._early), self._held)
             entry.broken = reason is not None
             self._journal.put(entry)
@@ -428,7 +434,8 @@ class Watcher:
         if not (self._due or len(self._board) or self._rules):
             self._next()  # nothing was asked of this step
             return
-        gathered = self._board.gather(self._epoch, self.batch, self._scalars)
+        told = {**self._carried, **self._scalars} if self._due else self._scalars
+        gathered = self._board.gather(self._epoch, self.batch, told)
         alarms: list[Alarm] | None = None
         if self._on_cpu or self._rules.needs_now:
             new = self._rules.judge(gathered.step()) if self._rules else []
@@ -436,13 +443,6 @@ class Watcher:
         else:
             new = []
         self._hand_over(gathered, alarms)
-        if self._board.overflowed:
-            self._board.overflowed = False
-            self._say(
-                f"Step {self.batch} has more than {len(gathered.sites)} records, and no optimizer "
-                "step ends it; the rest of it is left out. Call watch.step() yourself with "
-                'clock="manual".'
-            )
         self._next()
         self._act(new)
 
@@ -452,34 +452,35 @@ class Watcher:
         self._journal.put(Entry(gathered, self._due, self._every, alarms, held))
 
     def _next(self) -> None:
+        self._carried = {} if self._due else {**self._carried, **self._scalars}
         self.batch += 1
         self._steps += 1
         if self._reread is not None:
-            told = self._reread.changed()
-            if told is not None:
-                self._follow(told)
+            self._follow(self._reread)
         self._begin_step()
 
-    def _follow(self, told: WatchConfig) -> None:
-        """The config file changed: what is wrong with it is said, and the old state stays."""
+    def _follow(self, reread: Reread) -> None:
+        """Take what the config file says now; what is wrong with it is said and changes nothing."""
         try:
-            self.set(
-                every=told.every,
-                layers=told.layers,
-                outputs=told.outputs,
-                grads=told.grads,
-                params=told.params,
-                updates=told.updates,
-                rules=told.rules,
-            )
-        except TapError as error:
+            told = reread.changed()
+            if told is not None:
+                self.set(
+                    every=told.every,
+                    layers=told.layers,
+                    outputs=told.outputs,
+                    grads=told.grads,
+                    params=told.params,
+                    updates=told.updates,
+                    rules=told.rules,
+                )
+        except (TapError, TapWarning) as error:
             self._say(f"The new configuration was not taken: {error}")
 
     # Rules.
 
     def _use(self, rules: Rules) -> None:
         self._rules = rules
-        self._snapshots = any(rule.action == "snapshot" for rule in rules.rules)
+        self._snapshots = rules.needs_tensors
 
     def _all_layers(self, watched: Sequence[str] | None = None) -> list[str]:
         """The names that a rule may speak of: watched layers and owners of parameters."""
@@ -524,12 +525,18 @@ class Watcher:
                 self._warn(alarm.text)
         if raising is not None:
             self.flush()
-            raise WatchAlarm(raising.text)
+            raise WatchAlarm(raising.text, raising)
 
     # Taking and keeping.
 
     def _take(self, site: Site, call: int, tensor: torch.Tensor) -> None:
         taken = self._board.take(site, call, tensor)
+        if not taken:
+            self._say(
+                f"Step {self.batch} has {len(self._board)} records and does not end: no optimizer "
+                "that holds a parameter of this model has stepped. The rest of the step is left "
+                'out. With another kind of loop, use clock="manual" and call watch.step().'
+            )
         if taken and self._snapshots and site.port in ("output", "grad_output"):
             self._hold(site, call, tensor)
 
