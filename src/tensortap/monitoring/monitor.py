@@ -34,6 +34,7 @@ from torch import nn
 from ..errors import OptionError, RecordingError
 from ..numerics import summarize
 from ..taps.session import TapWarning
+from ..taps.unseen import unseen
 from .choice import choose_layers, whole_number, whole_numbers, with_single
 from .config import read_config
 from .held import Entry, Held, Shelf
@@ -414,13 +415,17 @@ class Monitor:
                 self._say_epoch_unsaid()
                 return None
             if not self._recorded():
+                _log.debug("'%s' fired in epoch %d: not kept", self._chosen[index].key, self._epoch)
                 return None
             batch = self._position(index)
+            where = (self._chosen[index].key, self._epoch, batch)
             if not self._keeps(index, batch):
+                _log.debug("'%s' fired in epoch %d, batch %d: not kept", *where)
                 return None
-            key = (index, self._epoch, batch)
-            self._calls[key] += 1
-            return self._epoch, batch, self._calls[key] - 1
+            call = self._calls[(index, self._epoch, batch)]
+            self._calls[(index, self._epoch, batch)] += 1
+            _log.debug("'%s' fired in epoch %d, batch %d, call %d", *where, call)
+            return self._epoch, batch, call
 
     def _take(self, index: int, when: _When, heard: Heard) -> None:
         one = self._chosen[index]
@@ -428,7 +433,6 @@ class Monitor:
             if not self._hears() or not self._meets_condition(one.layer, heard):
                 return
             self._heard.add(index)
-            _log.debug("'%s' fired in epoch %d, batch %d, call %d", one.key, *when)
             if heard.form[0] == "none" and one.leaf:
                 self._warn(
                     f"none {index}",
@@ -437,11 +441,12 @@ class Monitor:
                 )
                 self._run.skip(one, "", "None stands where a tensor could")
                 return
-            needed = self._keep == "summary" or not one.single
-            summaries = [summarize(tensor) for tensor in heard.tensors] if needed else []
-            self._run.add(one, heard.form, heard.tensors, summaries, heard.devices, when)
-            entry = Entry(heard.form, list(heard.tensors), summaries)
-            self._held.put(self._held.shelves[index], when[:2], entry, self._say_memory)
+            with unseen():
+                needed = self._keep == "summary" or not one.single
+                summaries = [summarize(tensor) for tensor in heard.tensors] if needed else []
+                self._run.add(one, heard.form, heard.tensors, summaries, heard.devices, when)
+                entry = Entry(heard.form, list(heard.tensors), summaries)
+                self._held.put(self._held.shelves[index], when[:2], entry, self._say_memory)
             self._report()
 
     def _meets_condition(self, layer: str, heard: Heard) -> bool:
@@ -564,7 +569,7 @@ class Monitor:
     def _described(
         self, layers: str | Iterable[str] | None, *, single: bool, copy: bool
     ) -> dict[str, Any]:
-        with self._lock:
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             shelves = self._shelves(layers, single=single)
             return {shelf.key: shelf.described(copy=copy) for shelf in shelves}
 
@@ -649,7 +654,7 @@ def said(error: BaseException) -> str:
 def _outside() -> int:
     """The stacklevel of the first frame that is neither ours nor torch's."""
     level, frame = 1, sys._getframe(1)
-    here = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    here = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         level, frame = level + 1, frame.f_back
     return level
