@@ -155,7 +155,8 @@ def test_numbers_go_to_the_loggers_of_the_trainer(tmp_path) -> None:
         tmp_path / "run", every=2, to_logger=True, sinks=lambda values, step: got.append(step)
     )
     fit(trainer(callback, logger=loggers, log_every_n_steps=1), Module())
-    assert got == [0, 2, 4, 6]
+    assert got == [0, 2, 4, 6, 7]  # and the loss of the last step, which is not one of the cadence
+    got = got[:4]
     name = "tensortap/output/net.blocks.0/rms"
     (table,) = (tmp_path / "csv").rglob("metrics.csv")
     rows = [row for row in csv.DictReader(table.open()) if row[name]]

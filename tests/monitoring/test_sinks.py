@@ -32,6 +32,7 @@ from tensortap.monitoring.sinks import (
 )
 from tensortap.monitoring.sinks.values import without_scalars
 from tensortap.monitoring.step import Step
+from tensortap.numerics.summary import WIDTH
 from tensortap.recording.schema import Site
 
 NAN, INF = math.nan, math.inf
@@ -135,6 +136,7 @@ def test_scalars_keep_their_names_save_those_that_are_ours() -> None:
     assert values["scalar/grad_norm"] == 9.0
     assert values["alarms"] == 1.0
     assert "lr" not in values
+    assert values_of(Step(0, 0, (), (), np.zeros((0, WIDTH)), {"loss": 1.0}), ()) == {"loss": 1.0}
     assert set(values) - set(without_scalars(values)) == {"loss", "scalar/grad_norm"}
 
 

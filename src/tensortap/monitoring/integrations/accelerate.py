@@ -119,7 +119,7 @@ class AccelerateSink:
             trackers = self.accelerator.trackers
             self._sinks = [_sink(tracker) for tracker in trackers if tracker.name != "tensortap"]
         numbers = without_scalars(values)
-        for sink in self._sinks:
+        for sink in self._sinks if numbers else ():
             sink.log(numbers, step)
 
     def close(self) -> None:

@@ -108,7 +108,7 @@ class TapCallback(_Callback):  # type: ignore[misc]
         self.companion.epoch_end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log(trainer)
+        self._log(trainer, last=True)
         self._end(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -122,11 +122,17 @@ class TapCallback(_Callback):  # type: ignore[misc]
         self._pass_on()
         self._seen = {}
 
-    def _log(self, trainer: Any) -> None:
-        """What was logged since the last time: old numbers stay in `callback_metrics`."""
-        metrics = dict(trainer.callback_metrics)
-        new = {name: value for name, value in metrics.items() if self._seen.get(name) is not value}
+    def _log(self, trainer: Any, last: bool = False) -> None:
+        """What was logged since the last time: old numbers stay in `callback_metrics`.
+
+        An old number is known by its tensor, and at the end, when waiting for it costs nothing, by
+        its value: the epoch's average of a number that has none is the step's own.
+        """
+        metrics, seen = dict(trainer.callback_metrics), self._seen
         self._seen = metrics
+        new = {name: value for name, value in metrics.items() if seen.get(name) is not value}
+        if last:
+            new = {name: value for name, value in new.items() if seen.get(name) != value}
         self.companion.log(new)
 
     def _pass_on(self) -> None:
@@ -151,6 +157,8 @@ class _Relay:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         numbers = {f"tensortap/{name}": value for name, value in without_scalars(values).items()}
+        if not numbers:
+            return
         for sink in self._at_once:
             sink.log(numbers, step)
         if len(self._later):

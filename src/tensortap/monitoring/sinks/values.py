@@ -39,7 +39,7 @@ def values_of(step: Step, alarms: Sized | None = None) -> dict[str, float]:
     norm = _grad_norm(merged)
     if norm is not None:
         values[GRAD_NORM] = norm
-    if alarms is not None:
+    if alarms is not None and len(step):  # a step that holds what was logged alone was not judged
         values[ALARMS] = float(len(alarms))
     for name, value in step.scalars.items():
         if math.isfinite(value):
