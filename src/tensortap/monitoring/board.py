@@ -8,7 +8,7 @@ board as one copy a device; the host reads it when it has arrived.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ..numerics import native
 from ..numerics.backend import pick
+from ..numerics.device import accumulate_many, accumulate_on, empty_rows, reset
 from ..numerics.summary import WIDTH
 from ..recording.rows import fill_row
 from ..recording.schema import Site
@@ -40,7 +41,7 @@ class _DeviceRows:
 
     def next(self) -> tuple[int, torch.Tensor]:
         if self.used == len(self.views):
-            block = torch.zeros(_BLOCK, WIDTH, dtype=torch.float64, device=self.device)
+            block = empty_rows(_BLOCK, self.device)
             self.blocks.append(block)
             self.views += block.unbind(0)
         index = self.used
@@ -56,7 +57,7 @@ class _DeviceRows:
 
     def clear(self) -> None:
         for block in self.blocks:
-            block.zero_()
+            reset(block)
 
 
 @dataclass(eq=False)
@@ -153,12 +154,38 @@ class Board:
                     return True
                 rows = self._rows_on(tensor.device)
                 index, view = rows.next()
-                _accumulate(tensor, view)
+                accumulate_on(tensor, view)
                 source = (rows, index)
             self._sites.append(site)
             self._calls.append(call)
             self._device_of.append(source)
             return True
+
+    def take_many(self, items: Sequence[tuple[Site, torch.Tensor]]) -> bool:
+        """Reduce tensors of one call each, on a device with as few launches as may be."""
+        by_device: dict[torch.device, list[tuple[Site, torch.Tensor]]] = {}
+        taken = True
+        for site, tensor in items:
+            if tensor.is_cpu:
+                taken = self.take(site, 0, tensor) and taken
+            else:
+                by_device.setdefault(tensor.device, []).append((site, tensor))
+        for device, group in by_device.items():
+            with self._lock:
+                self._take_group(self._rows_on(device), group)
+        return taken
+
+    def _take_group(self, rows: _DeviceRows, group: Sequence[tuple[Site, torch.Tensor]]) -> None:
+        while group:
+            index, _ = rows.next()
+            block, start = divmod(index, _BLOCK)
+            now, group = group[: _BLOCK - start], group[_BLOCK - start :]
+            rows.used = index + len(now)
+            part = rows.blocks[block][start : start + len(now)]
+            accumulate_many([tensor for _, tensor in now], part)
+            self._sites += [site for site, _ in now]
+            self._calls += [0] * len(now)
+            self._device_of += [(rows, index + i) for i in range(len(now))]
 
     def forget(self) -> None:
         """Drop the step in hand."""
@@ -222,7 +249,7 @@ class Board:
         if index >= len(rows.views):
             return
         rows.used += 1
-        _accumulate(tensor, rows.views[index])
+        accumulate_on(tensor, rows.views[index])
         self._captured.append((site, rows, index))
 
     def prepare(self, device: torch.device) -> None:
@@ -242,9 +269,3 @@ class Board:
         larger = np.zeros((2 * len(self._table), WIDTH))
         larger[: len(self._table)] = self._table
         self._table, self._address = larger, larger.ctypes.data
-
-
-def _accumulate(tensor: torch.Tensor, row: torch.Tensor) -> None:
-    from ..numerics.device import accumulate_on
-
-    accumulate_on(tensor, row)

@@ -8,7 +8,7 @@ elements where there is no room for a second copy of the model.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,12 +21,13 @@ from ..selection import select
 from ..selection.sites import sites
 from ..taps.plain import is_plain, plain_parts
 from ..taps.unseen import unseen
-from .places import Take
 
 __all__ = ["Parameters", "Updates"]
 
 Updates = Literal["exact", "sampled"]
+TakeMany = Callable[[Sequence[tuple[Site, torch.Tensor]]], object]
 _SAMPLE = 1 << 14
+_DENSE_LIMIT = 1 << 28
 
 
 @dataclass(eq=False)
@@ -41,8 +42,10 @@ class _Parameter:
 class Parameters:
     """The parameters of a model, or of some of its layers."""
 
-    def __init__(self, model: nn.Module, layers: bool | str | Sequence[str], take: Take) -> None:
-        self._take = take
+    def __init__(
+        self, model: nn.Module, layers: bool | str | Sequence[str], take: TakeMany
+    ) -> None:
+        self._take_many = take
         self._parameters = list(_parameters(model, layers))
         self._sites: dict[Any, Site] = {}
         self.unheard: dict[tuple[str, str], str] = {}
@@ -63,14 +66,12 @@ class Parameters:
                 yield self._site(parameter, "grad_param", grad), grad
 
     def take_values(self) -> None:
-        for parameter in self._parameters:
-            self._take_any(parameter, "param", parameter.values)
+        self._take((parameter, parameter.values) for parameter in self._parameters)
 
     def take_grads(self) -> None:
-        for parameter in self._parameters:
-            grad = parameter.values.grad
-            if grad is not None:
-                self._take_any(parameter, "grad_param", grad)
+        self._take(
+            ((parameter, parameter.values.grad) for parameter in self._parameters), "grad_param"
+        )
 
     def remember(self, how: Updates) -> None:
         """Copy what is there now, to know afterwards what a step did. The copies stay in place."""
@@ -86,6 +87,7 @@ class Parameters:
 
     def take_updates(self, how: Updates, moved: Collection[int] | None = None) -> None:
         """What the step did to the parameters of these ids; `remember` came before it."""
+        found: list[tuple[Site, torch.Tensor]] = []
         with unseen(), torch.no_grad():
             for parameter in self._parameters:
                 values, before = _local(parameter.values), parameter.before
@@ -95,25 +97,32 @@ class Parameters:
                 now = values if how == "exact" else _sample(values)
                 if now.shape == before.shape:
                     torch.sub(now, before, out=before)
-                    self._take(self._site(parameter, "update", before), 0, before)
+                    found.append((self._site(parameter, "update", before), before))
+            self._take_many(found)
 
     def forget(self) -> None:
         """Give the copies back."""
         for parameter in self._parameters:
             parameter.before = None
 
-    def _take_any(self, parameter: _Parameter, port: Port, tensor: torch.Tensor) -> None:
-        with unseen():
-            if is_plain(tensor):
-                self._take(self._site(parameter, port, tensor), 0, tensor)
-                return
-            try:
-                with torch.no_grad():
-                    for tail, part in plain_parts(tensor, 1 << 28):
-                        self._take(self._site(parameter, port, part, tail), 0, part)
-            except Exception as error:  # of a kind that has no values to look at
-                key = (parameter.layer, parameter.leaf)
-                self.unheard[key] = str(error).split("\n", 1)[0]
+    def _take(
+        self, tensors: Iterable[tuple[_Parameter, torch.Tensor | None]], port: Port = "param"
+    ) -> None:
+        found: list[tuple[Site, torch.Tensor]] = []
+        with unseen(), torch.no_grad():
+            for parameter, tensor in tensors:
+                if tensor is None:
+                    continue
+                if is_plain(tensor):
+                    found.append((self._site(parameter, port, tensor), tensor))
+                    continue
+                try:
+                    for tail, part in plain_parts(tensor, _DENSE_LIMIT):
+                        found.append((self._site(parameter, port, part, tail), part))
+                except Exception as error:  # of a kind that has no values to look at
+                    key = (parameter.layer, parameter.leaf)
+                    self.unheard[key] = str(error).split("\n", 1)[0]
+            self._take_many(found)
 
     def _site(
         self, parameter: _Parameter, port: Port, tensor: torch.Tensor, tail: str = ""

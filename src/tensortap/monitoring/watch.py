@@ -194,7 +194,7 @@ class Watcher:
         self._places = Places(
             model, self._gate, self._take, self._fail, traces_grads=grads or changeable
         )
-        self._parameters = Parameters(model, params or True, self._take)
+        self._parameters = Parameters(model, params or True, self._board.take_many)
         self._on_cpu = all(device.type == "cpu" for device in devices)
         self._rules.check(self._all_layers(chosen.names))
         sending = sinks_of(sinks)
@@ -303,7 +303,7 @@ class Watcher:
         self._grads = self._grads if grads is None else grads
         if params is not None and params != self._params:
             self._params = params
-            self._parameters = Parameters(self._model, params or True, self._take)
+            self._parameters = Parameters(self._model, params or True, self._board.take_many)
         if updates is not None and updates != self._updates:
             _check_updates(updates)
             self._updates = updates
