@@ -134,3 +134,73 @@ def test_gradients_made_inside_an_optimizers_step_are_seen(
     updates = records(run, port="update")
     assert {r.batch for r in updates} == {0, 1, 2}
     assert any(r.summary.l2 > 0 for r in updates)
+
+
+# What the page says of a step
+
+
+def scaled(model: nn.Module, path: Any, optimizer: torch.optim.Optimizer, bad: int = -1) -> Any:
+    """Three passes with a GradScaler, one of which overflows; the parameters' true gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100)
+    norms = []
+    with tap.watch(model, path, every=1, rules=()):
+        for number, batch in enumerate(BATCHES):
+            loss = loss_of(model, batch)
+            scaler.scale(loss * (math.inf if number == bad else 1)).backward()
+            grad = model.head.weight.grad
+            norms.append(grad.norm().item() / scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return norms
+
+
+def test_loss_scaling_shows_in_gradients_of_outputs_alone(model, tmp_path) -> None:
+    norms = scaled(model, tmp_path / "run", torch.optim.SGD(model.parameters(), lr=0.0))
+    run = tap.open(tmp_path / "run")
+    found = records(run, layer="head", port="grad_param", leaf=".weight")
+    assert [r.summary.l2 for r in found] == pytest.approx(norms, rel=1e-5)
+    outputs = records(run, layer="blocks.1", port="grad_output")
+    torch.manual_seed(0)
+    plain = Net(blocks=2)
+    with tap.watch(plain, tmp_path / "plain", every=1):
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+        for batch in BATCHES:
+            step(plain, optimizer, batch)
+    expected = records(tap.open(tmp_path / "plain"), layer="blocks.1", port="grad_output")
+    assert [r.summary.l2 for r in outputs] == pytest.approx(
+        [1024 * r.summary.l2 for r in expected], rel=1e-4
+    )
+
+
+def test_an_optimizer_that_unscales_by_itself_shows_scaled_gradients(model, tmp_path) -> None:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, fused=True)
+    norms = scaled(model, tmp_path / "run", optimizer)
+    found = records(tap.open(tmp_path / "run"), layer="head", port="grad_param", leaf=".weight")
+    assert [r.summary.l2 for r in found] == pytest.approx([1024 * n for n in norms], rel=1e-5)
+
+
+def test_a_pass_that_a_scaler_skips_is_a_call_of_the_next_step(model, tmp_path) -> None:
+    scaled(model, tmp_path / "run", torch.optim.SGD(model.parameters(), lr=0.1), bad=1)
+    run = tap.open(tmp_path / "run")
+    found = records(run, layer="blocks.1", port="grad_output")
+    assert [(r.batch, r.call, r.summary.nan > 0) for r in found] == [
+        (0, 0, False),
+        (1, 0, True),
+        (1, 1, False),
+    ]
+    gradients = records(run, layer="head", port="grad_param", leaf=".weight")
+    assert [(r.batch, r.summary.nan) for r in gradients] == [(0, 0), (1, 0)]
+
+
+def test_evaluation_is_not_watched(model, tmp_path) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tap.watch(model, tmp_path / "run", every=1):
+        for batch in BATCHES:
+            step(model, optimizer, batch)
+            with torch.no_grad():
+                model(batch)
+            model.eval()(batch)
+            model.train()
+    found = records(tap.open(tmp_path / "run"), layer="blocks.0", port="output")
+    assert [(r.batch, r.call) for r in found] == [(0, 0), (1, 0), (2, 0)]
