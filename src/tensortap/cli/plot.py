@@ -1,4 +1,4 @@
-"""`tensortap plot`: one recorded tensor as a picture, or how several recordings differ in it."""
+"""`tensortap plot`: a recorded tensor, a run over its steps, or how recordings differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..recording.reader import Record
+    from ..recording.reader import Record, Recording
     from ..reporting.difference_plots import Candidate
 
 
@@ -33,8 +33,8 @@ def plot(
         list[str],
         typer.Argument(
             metavar="DIR… (LAYER)",
-            help="A recording and the layer's name or alias; with --layer, recordings alone: the "
-            "reference, then the candidates.",
+            help="A recording and the layer's name or alias; a watched run alone: all of it over "
+            "its steps; with --layer, recordings alone: the reference, then the candidates.",
         ),
     ],
     output: Annotated[
@@ -56,9 +56,13 @@ def plot(
     partial: PartialOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Draw a layer of one recording, or its differences between several."""
+    """Draw a layer, a training run over its steps, or the differences between recordings."""
     from ..recording.schema import MANIFEST
 
+    wishes = {"port": port, "leaf": leaf, "batch": batch, "call": call}
+    if layer is None and len(places) == 1:
+        _run(places[0], output, wishes, partial, json)
+        return
     if layer is None:
         if len(places) != 2:
             raise OptionError(
@@ -71,7 +75,6 @@ def plot(
                 f"{layer} is a recording, and no layer was named. To draw how it differs: "
                 f"tensortap plot {places[0]} {layer} --layer LAYER -o {output}"
             )
-    wishes = {"port": port, "leaf": leaf, "batch": batch, "call": call}
     if len(places) == 1:
         _one(places[0], layer, output, wishes, partial, json)
     else:
@@ -84,9 +87,14 @@ def _one(
     """Distribution, first 1000 values, heat map of the first 100 features."""
     from ..reporting.plots import plot_record
     from ..reporting.progress import progress
+    from ..selection.recorded import find_layer
 
     recording = open_recording(folder, partial=partial)
-    record = _records(recording, layer, wishes)[0]
+    records = _records(recording, layer, wishes)
+    record = records[0]
+    if wishes["batch"] is None and _went_on(records):
+        _steps(recording, find_layer(recording, layer).name, output, wishes, as_json)
+        return
     with progress("Drawing"):
         plotted = plot_record(record, output)
     if as_json:
@@ -104,6 +112,63 @@ def _one(
     else:
         say(plotted.path)
     print_notes(plotted.notes)
+
+
+def _run(folder: str, output: Path, wishes: dict[str, Any], partial: bool, as_json: bool) -> None:
+    """A watched run: all of its places over the steps."""
+    from ..recording.series import is_watched
+
+    recording = open_recording(folder, partial=partial)
+    if not is_watched(recording):
+        raise OptionError(
+            f"No layer was named, and {folder} is no watched run, which could be drawn as a whole. "
+            "Write 'plot DIR LAYER -o FILE', or 'plot REFERENCE CANDIDATE --layer LAYER -o FILE'."
+        )
+    _steps(recording, None, output, wishes, as_json)
+
+
+def _went_on(records: Sequence[Record]) -> bool:
+    """Whether these are summaries of several steps, of which there are no tensors to draw."""
+    steps = {(record.epoch, record.batch) for record in records}
+    return len(steps) > 1 and not records[0].stored
+
+
+def _steps(
+    recording: Recording, layer: str | None, output: Path, wishes: dict[str, Any], as_json: bool
+) -> None:
+    """How the numbers went over the steps: of all layers, or of one and what is inside it."""
+    from ..monitoring.follow import alarms_of
+    from ..reporting.progress import progress
+    from ..reporting.step_plots import plot_steps
+    from ..reporting.text import clean, layer_name, plural
+    from ..reporting.watched import ways
+    from ..selection.recorded import choose_port, choose_records
+
+    records = choose_records(
+        (r for r in recording.records if layer is None or _inside(r.layer, layer)),
+        **{**wishes, "port": choose_port(wishes["port"])},
+    )
+    found = ways(records)
+    steps = len({(r.epoch, r.batch) for r in records})
+    what = recording.path if layer is None else f"{layer_name(layer)} of {recording.path}"
+    with progress("Drawing"):
+        plotted = plot_steps(
+            found,
+            recording.layers,
+            output,
+            title=f"{clean(what)}   {plural(steps, 'step')}",
+            alarms=alarms_of(recording.manifest),
+        )
+    if as_json:
+        data = {"path": plotted.path, "layer": layer, "steps": steps, "places": len(found)}
+        print_json({**data, "notes": list(plotted.notes)})
+    else:
+        say(plotted.path)
+    print_notes(plotted.notes)
+
+
+def _inside(name: str, layer: str) -> bool:
+    return name == layer or not layer or name.startswith(f"{layer}.")
 
 
 def _records(recording: Any, layer: str, wishes: dict[str, Any]) -> list[Record]:

@@ -77,7 +77,8 @@ def by_moment(ours: Sequence[Record], theirs: Sequence[Record]) -> Arrangement:
     """Records of the same epoch, batch and call."""
     with undisturbed():
         left, right = _keyed(ours), _keyed(theirs)
-        pairs = tuple(_pair(record, right[key]) for key, record in left.items() if key in right)
+        both = sorted(key for key in left if key in right)
+        pairs = tuple(_pair(left[key], right[key]) for key in both)
     unpaired = [_only(key, "reference") for key in left if key not in right]
     unpaired += [_only(key, "candidate") for key in right if key not in left]
     return Arrangement("moments", "", pairs, tuple(unpaired))

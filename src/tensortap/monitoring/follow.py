@@ -17,7 +17,7 @@ from ..recording.schema import LIVE, MANIFEST, Manifest
 from ..recording.store import Store, open_store
 from .live import Live, LiveAlarm, latest_of, read_live
 
-__all__ = ["Follower", "State"]
+__all__ = ["Follower", "State", "alarms_of"]
 
 _SILENCE = 30.0  # seconds; without news for as long, somebody should look
 _SILENT_STEPS = 10
@@ -90,7 +90,7 @@ class Follower:
             live,
             new,
             max(0.0, self._clock() - self._news),
-            live.alarms or _kept(manifest),
+            live.alarms or alarms_of(manifest),
             manifest.failure,
             manifest,
         )
@@ -124,7 +124,7 @@ def _is_fatal(alarm: LiveAlarm) -> bool:
     return not math.isfinite(alarm.value) or any(word in alarm.rule for word in ("nan", "inf"))
 
 
-def _kept(manifest: Manifest) -> tuple[LiveAlarm, ...]:
+def alarms_of(manifest: Manifest) -> tuple[LiveAlarm, ...]:
     """The alarms that a closed run has in its manifest, as far as they can be read."""
     found = manifest.selection.get("alarms")
     alarms = []

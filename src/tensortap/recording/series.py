@@ -38,7 +38,7 @@ def is_watched(recording: Recording) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """One place of a recording over its moments, in order of execution."""
+    """One place of a recording over its moments, in order."""
 
     records: tuple[Record, ...] = field(repr=False)
     table: Table = field(repr=False)
@@ -96,10 +96,15 @@ class Series:
 
 
 def series_of(records: Sequence[Record]) -> list[Series]:
-    """Records by place (layer, port, leaf, rank), places and their moments in order."""
+    """Records by place (layer, port, leaf, rank), places in order of execution, moments in time.
+
+    With an alarm a watched run writes the steps before it later than they were.
+    """
     groups: dict[tuple[str, str, str, int], list[Record]] = {}
     for record in records:
         groups.setdefault((record.layer, record.port, record.leaf, record.rank), []).append(record)
+    for group in groups.values():
+        group.sort(key=lambda record: (record.epoch, record.batch))
     return [Series(tuple(group), summary_table(group)) for group in groups.values()]
 
 
