@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import subprocess
+import importlib.util
 import sys
 import warnings
 from pathlib import Path
@@ -184,6 +184,19 @@ def test_an_exception_closes_the_recording_and_leaves_no_hook(tmp_path) -> None:
     assert last == [0]  # what the step that broke had come to
 
 
+def test_a_rule_that_raises_ends_the_fit(tmp_path) -> None:
+    module = Module()
+    before = hooks(module)
+    weights = [p.clone() for p in module.parameters()]
+    callback = TapCallback(tmp_path / "run", every=1, rules={"grad_norm > 0": "raise"})
+    with pytest.raises(tap.TapError, match="grad_norm"):
+        fit(trainer(callback), module)
+    assert hooks(module) == before
+    assert tap.open(tmp_path / "run").status == "failed"
+    # It was raised between the closure and the step: no weight has moved.
+    assert all(torch.equal(p, w) for p, w in zip(module.parameters(), weights, strict=True))
+
+
 def test_checkpoints_are_written_and_resumed_from(tmp_path) -> None:
     module = Module()
     first = trainer(TapCallback(tmp_path / "run", every=1), enable_checkpointing=False)
@@ -211,32 +224,47 @@ def test_options_are_checked_when_it_is_made() -> None:
     assert not Path("runs/never").exists()
 
 
-def test_it_suits_the_library_under_its_other_name(tmp_path) -> None:
-    pytest.importorskip("pytorch_lightning")
-    code = f"""
-import warnings; warnings.simplefilter("ignore")
-import pytorch_lightning as pl, torch, sys
-from torch.utils.data import DataLoader
-from tensortap.monitoring.integrations import TapCallback
-class Module(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
-    def training_step(self, batch, batch_idx):
-        return sum(block(batch).sum() for block in self.blocks)
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-trainer = pl.Trainer(accelerator="cpu", logger=False, max_epochs=1, enable_progress_bar=False,
-    enable_model_summary=False, enable_checkpointing=False, default_root_dir={str(tmp_path)!r},
-    callbacks=[TapCallback({str(tmp_path / "run")!r}, every=1)])
-trainer.fit(Module(), DataLoader(torch.ones(4, 4)))
-print("lightning.pytorch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "False\n"
+def test_it_suits_the_library_under_its_other_name(tmp_path, monkeypatch) -> None:
+    """Each trainer knows its own Callback alone, and both may be in use."""
+    other = pytest.importorskip("pytorch_lightning")
+    from tensortap.monitoring.integrations import lightning as home
+
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "lightning.pytorch")
+        assert home._base() is other.Callback
+    spec = importlib.util.spec_from_file_location(f"{home.__package__}.again", home.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    callback = again.TapCallback(tmp_path / "run", every=1)
+    assert isinstance(callback, pl.Callback) and isinstance(callback, other.Callback)
+
+    class Other(other.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return sum(block(batch).sum() for block in self.blocks)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = other.Trainer(
+            accelerator="cpu",
+            logger=False,
+            max_epochs=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=[callback],
+        )
+        run.fit(Other(), DataLoader(torch.ones(4, 4)))
     found = records(tap.open(tmp_path / "run"), layer="blocks.0", port="output")
     assert [r.batch for r in found] == [0, 1, 2, 3]
+    fit(trainer(again.TapCallback(tmp_path / "ours", every=1)), Module())
+    assert tap.open(tmp_path / "ours").status == "complete"
 
 
 # Document 004's monitor

@@ -39,7 +39,7 @@ class WandbSink:
         run = self._started()
         numbers = {f"{self.prefix}{name}": value for name, value in values.items()}
         if not self.own:
-            self._keep_counts(numbers, run.step)
+            self._keep_counts(numbers, _row(run))
         run.log({**numbers, f"{self.prefix}step": step}, commit=self.own)
 
     def close(self) -> None:
@@ -69,3 +69,10 @@ class WandbSink:
         for name, value in numbers.items():
             if name.endswith(("/nan", "/inf")) or name == f"{self.prefix}{ALARMS}":
                 numbers[name] = self._counts[name] = max(value, self._counts.get(name, 0.0))
+
+
+def _row(run: Any) -> int:
+    try:
+        return int(run.step)
+    except Exception:  # a run that several processes write to has no steps
+        return -1
