@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,7 +30,9 @@ class RawFile:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (it lives as long as we do)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self._fd = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._fd)  # memory maps outlive it
         self.size = 0
 
     def append(self, tensor: torch.Tensor) -> Spilled:
@@ -47,7 +50,7 @@ class RawFile:
         """A stretch of the file; a private one may be written to without reaching it."""
         first = start - start % mmap.ALLOCATIONGRANULARITY
         access = mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE
-        mapped = mmap.mmap(self._file.fileno(), stop - first, access=access, offset=first)
+        mapped = mmap.mmap(self._fd, stop - first, access=access, offset=first)
         return memoryview(mapped)[start - first :]
 
     def collected(self, parts: Sequence[Spilled]) -> Spilled:
@@ -64,7 +67,7 @@ class RawFile:
     def _write(self, offset: int, data: memoryview) -> None:
         done = 0
         while done < len(data):
-            done += os.pwrite(self._file.fileno(), data[done : done + _PIECE], offset + done)
+            done += os.pwrite(self._fd, data[done : done + _PIECE], offset + done)
 
 
 @dataclass(frozen=True, eq=False)
