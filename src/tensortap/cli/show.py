@@ -143,17 +143,44 @@ def _one(
     call: int | None,
     as_json: bool,
 ) -> None:
+    from ..recording.series import is_watched
     from ..reporting.layer import print_layer, view_layer
     from ..reporting.progress import progress
+    from ..reporting.watched import watched_rows, ways
     from ..selection.recorded import choose_port, choose_records, find_layer
 
     layer = find_layer(recording, name)
     records = choose_records(layer.records, port=choose_port(port), batch=batch, call=call)
+    watched = is_watched(recording) and batch is None and call is None
+    if watched and not as_json:
+        _over_steps(recording, layer.name, port)
+        return
     with progress("Reading") as advance:
         view = view_layer(recording, layer, records, progress=advance)
     if as_json:
-        print_json({"path": recording.path, "notes": recording.notes, **view.to_dict()})
+        data = {"path": recording.path, "notes": recording.notes, **view.to_dict()}
+        if watched:
+            data["over_steps"] = [row.to_dict() for row in watched_rows(ways(records))]
+        print_json(data)
         return
     from ..reporting.console import stdout
 
     print_layer(stdout(), view)
+
+
+def _over_steps(recording: Recording, layer: str, port: str | None) -> None:
+    """One layer of a watched run and what is inside it, over the steps."""
+    from ..reporting.console import print_table, stdout
+    from ..reporting.tables import header
+    from ..reporting.watched import scalars_table, watched_table, ways
+    from ..selection.recorded import choose_port, choose_records
+
+    inside = [r for r in recording.records if r.layer == layer or r.layer.startswith(f"{layer}.")]
+    found = ways(choose_records(inside, port=choose_port(port)))
+    console = stdout()
+    console.print(header(recording), style="dim")
+    for made in (scalars_table(found), watched_table(found)):
+        if made is not None:
+            print_table(console, made)
+            console.print()
+    console.print("One step in detail: --batch STEP.", style="dim")
