@@ -84,13 +84,22 @@ def describe_environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": matmul_precision(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": _cudnn() if cuda else None,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "rank": int(os.environ.get("RANK", "0")),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
     }
+
+
+def matmul_precision() -> str:
+    """How float32 matrices are multiplied: "highest", "high", "medium"; "ieee" or "tf32" where that
+    was said through torch's newer setting, as transformers does: the older one then refuses."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _cudnn() -> int | None:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import OptionError
 from ...recording.reader import Recording
 from ...selection import select, structure
 from ...selection.sites import is_called, sites, type_name
-from ...taps.describe import InputLog, describe_module, device_of
+from ...taps.describe import InputLog, describe_module, device_of, matmul_precision
 from ...targets import Target
 from ..causes import Cause
 from ..checks import Run, opened
@@ -473,7 +472,7 @@ class _Work:
 
 def _precision(model: nn.Module) -> str | None:
     """The coarsest precision that a live model computes in."""
-    fast = torch.get_float32_matmul_precision() in ("high", "medium")
+    fast = matmul_precision() in ("high", "medium", "tf32")
     gpu = not device_of(model).startswith("cpu")
     return coarsest(describe_module(model)["dtypes"], tf32=gpu and fast)
 
