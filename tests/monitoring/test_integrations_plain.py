@@ -204,3 +204,33 @@ def test_evaluation_is_not_watched(model, tmp_path) -> None:
             model.train()
     found = records(tap.open(tmp_path / "run"), layer="blocks.0", port="output")
     assert [(r.batch, r.call) for r in found] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_torchs_newer_precision_setting_is_read(model, tmp_path) -> None:
+    """transformers uses it, and the older one raises from then on."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with tap.watch(model, tmp_path / "run"):
+            pass
+    finally:
+        matmul.fp32_precision = before
+    environment = tap.open(tmp_path / "run").manifest.environment
+    assert environment["float32_matmul_precision"] == "tf32"
+
+
+def test_a_fault_of_ours_does_not_end_a_framework_s_training(model, tmp_path, monkeypatch) -> None:
+    from tensortap.monitoring.integrations import companion
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(companion, "watch", fail)
+    going_along = companion.Companion(tmp_path / "run", None, {})
+    with pytest.warns(tap.TapWarning, match="RuntimeError: a fault of ours. Training runs on"):
+        going_along.start(model)
+    going_along.epoch(1)
+    going_along.log({"loss": 1.0})
+    going_along.close()
+    assert going_along.watcher is None

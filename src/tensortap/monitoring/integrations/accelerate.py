@@ -71,7 +71,7 @@ class TapTracker(GeneralTracker):  # type: ignore[misc]
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep numbers with the step that runs; whose number it is, the watch knows."""
-        if self.tracker is None:
+        if self.model is None:
             raise OptionError(
                 "The tensortap tracker has no model to watch: give it to TapTracker(model, …), or "
                 "call tracker.start(model) before accelerator.log."

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ...errors import OptionError
+from ...errors import OptionError, TapError
+from ...taps.session import TapWarning
 from ..sinks import Sink, sinks_of
 from ..watch import Watcher, watch
 
@@ -65,7 +67,7 @@ class Companion:
             options = {"start": first, **self.options}
             if sink is not None:
                 options["sinks"] = [*sinks_of(options.get("sinks", ())).sinks, sink]
-            self.watcher = watch(model, path, **options)
+            self.watcher = _watched(model, path, options)
 
     def epoch(self, number: int) -> None:
         if self.watcher is not None:
@@ -119,6 +121,18 @@ class Companion:
         self.close(None if error is None else reason_of(error))
 
 
-def reason_of(error: BaseException) -> str:
+def _watched(model: Any, path: str, options: dict[str, Any]) -> Watcher | None:
+    """The watch, if there can be one: what is not the user's to mend must not end training."""
+    try:
+        return watch(model, path, **options)
+    except TapError:
+        raise
+    except Exception as error:
+        text = f"tensortap does not watch (to {path}): {reason_of(error, '')}. Training runs on."
+        warnings.warn(text, TapWarning, stacklevel=2)
+        return None
+
+
+def reason_of(error: BaseException, by: str = "training raised ") -> str:
     """Why training ended, as the recording keeps it."""
-    return f"training raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+    return f"{by}{type(error).__name__}" + (f": {error}" if str(error) else "")
