@@ -133,9 +133,9 @@ import torch, tensortap as tap
 from monitor_models import Returns
 torch.set_num_threads(1)
 
-def anonymous():
+def anonymous(kind="RssAnon"):
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) << 10
+        return next(int(line.split()[1]) for line in file if line.startswith(kind)) << 10
 
 class Big(torch.nn.Module):
     def forward(self, x):
@@ -154,8 +154,7 @@ with torch.no_grad():
     monitor.clear_current_epoch_data()
     start, peak = anonymous(), 0
     # The operating system refuses more than this; what is to be held is 320 MiB.
-    data = int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1]) << 10
-    limit = data + (170 << 20)
+    limit = anonymous("VmData") + (170 << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     for index in range(10):
         monitor.set_batch_idx(index)

@@ -219,7 +219,20 @@ def test_batches_are_saved_in_their_order(tmp_path) -> None:
 
 
 def test_files_never_collide_and_stay_in_the_folder(tmp_path) -> None:
-    aliases = ["a/b", "a_b", "a b", "../up", "A", "a", "", "root", "x" * 300, "x" * 299, "名字", "."]
+    aliases = [
+        "a/b",
+        "a_b",
+        "a b",
+        "../up",
+        "A",
+        "a",
+        "",
+        "root",
+        "x" * 300,
+        "x" * 299,
+        "名字",
+        ".",
+    ]
     names = file_names(aliases)
     assert len({name.lower() for name in names.values()}) == len(aliases)
     assert all("/" not in name and len(name) < 140 for name in names.values())

@@ -74,8 +74,8 @@ class Listening:
         self._traced: list[tuple[int, Form, int, int]] = [(-1, ("none",), 0, 1)]
         self._arriving: dict[int, tuple[Any, Heard, dict[int, int]]] = {}
         self._ear = Ear(self._arrived)
-        constant: Any = torch.compiler.assume_constant_result  # untyped in torch
-        self._register = constant(_registry(self._traced))
+        indices = {f"layer {index}": index for index in range(len(chosen))}
+        self._register = _registry(self._traced, indices)
         self.notes: list[str] = []
 
     # Attaching and detaching.
@@ -83,6 +83,7 @@ class Listening:
     def attach(self) -> None:
         self.prepare_devices()
         self._guarded.hold()
+        _allow_graphs(len(self._chosen))
         is_compiled = compiled.contains_compiled(self._model)
         self._fused = set() if is_compiled else find_fused(self._model)
         before: dict[int, list[Callable[..., None]]] = {}
@@ -114,6 +115,8 @@ class Listening:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            _allow_graphs(-len(self._chosen))
         if self._handles and compiled.contains_compiled(self._model):
             compiled.forget()
         self._guarded.release()
@@ -154,11 +157,13 @@ class Listening:
         return Listener(hook)
 
     def _output_hook(self, index: int) -> Callable[..., None]:
+        register, name = self._register, f"layer {index}"
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 tensors: list[torch.Tensor] = []
                 form = take_apart(output, tensors)
-                site = self._register(index, form, len(tensors))
+                site = register(name + "", form, len(tensors))
                 for number, tensor in enumerate(tensors):
                     self._ear.speak(tensor, site + number)
                 return
@@ -222,18 +227,35 @@ class Listening:
                 hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
 
 
-def _registry(traced: list[tuple[int, Form, int, int]]) -> Callable[[int, Form, int], int]:
-    """Called while a graph is traced, and then a constant: the first site of an output's form."""
-    known: dict[tuple[int, Form], int] = {}
+def _allow_graphs(more: int) -> None:
+    """Blocks of one class get a graph each while they are heard: let dynamo make that many."""
+    import torch._dynamo.config as config
 
-    def register(index: int, form: Form, count: int) -> int:
-        key = (index, form)
-        if key not in known:
-            known[key] = len(traced)
-            traced.extend((index, form, number, count) for number in range(count))
-        return known[key]
+    for name in ("recompile_limit", "cache_size_limit"):
+        limit = getattr(config, name, None)
+        if limit is not None:
+            setattr(config, name, limit + more)
+            return
 
-    return register
+
+def _registry(
+    traced: list[tuple[int, Form, int, int]], indices: Mapping[str, int]
+) -> Callable[[str, Form, int], int]:
+    """Called while a graph is traced, and then a constant: the first site of an output's form.
+
+    The layer is named by a text, on which a graph is guarded: blocks of one class share graphs as
+    long as nothing tells them apart, and a number could become a symbol.
+    """
+    known: dict[tuple[str, Form], int] = {}
+
+    def register(name: str, form: Form, count: int) -> int:
+        if (name, form) not in known:
+            known[(name, form)] = len(traced)
+            traced.extend((indices[name], form, number, count) for number in range(count))
+        return known[(name, form)]
+
+    constant: Any = torch.compiler.assume_constant_result  # untyped in torch
+    return constant(register)  # type: ignore[no-any-return]
 
 
 def _each(hooks: list[Callable[..., None]]) -> Callable[..., None]:
