@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,16 @@ accelerate = pytest.importorskip("accelerate")
 
 from tensortap.errors import OptionError  # noqa: E402
 from tensortap.monitoring.integrations import AccelerateSink, TapTracker  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def state_of_our_own() -> Iterator[None]:
+    """Both libraries keep their settings in the process and in its environment."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    with mock.patch.dict(os.environ):
+        state._reset_state(reset_partial_state=True)
+        yield
+    state._reset_state(reset_partial_state=True)
 
 
 def records(run: tap.Recording, **wanted: str) -> list[tap.Record]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +20,16 @@ from support import Net
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 BATCHES = list(torch.randint(0, 16, (4, 2, 4), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture(autouse=True)
+def state_of_our_own() -> Iterator[None]:
+    """Both libraries keep their settings in the process and in its environment."""
+    with mock.patch.dict(os.environ):
+        yield
+    if "accelerate.state" in sys.modules:
+        state = sys.modules["accelerate.state"].AcceleratorState
+        state._reset_state(reset_partial_state=True)
 
 
 def block(title: str, number: int = 0) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +22,16 @@ pytest.importorskip("accelerate")
 from tensortap.monitoring.integrations import TapTrainerCallback  # noqa: E402
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def state_of_our_own() -> Iterator[None]:
+    """Both libraries keep their settings in the process and in its environment."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    with mock.patch.dict(os.environ):
+        state._reset_state(reset_partial_state=True)
+        yield
+    state._reset_state(reset_partial_state=True)
 
 
 def tiny() -> Any:
@@ -142,6 +155,30 @@ def test_gradients_are_those_that_the_optimizer_sees(tmp_path) -> None:
         for step in range(STEPS)
     ]
     assert norms.norms == pytest.approx([0.1] * STEPS, rel=1e-3)  # clipped
+    assert found == pytest.approx(norms.norms, rel=1e-5)
+
+
+def test_a_compiled_model_in_half_precision_is_heard(tmp_path) -> None:
+    norms, model, plain = Norms(), tiny(), tiny()
+    options = {
+        "torch_compile": True,
+        "torch_compile_backend": "aot_eager",
+        "bf16": True,
+        "max_steps": 2,
+    }
+    callback = TapTrainerCallback(tmp_path / "run", every=1)
+    train(trainer(tmp_path, model, callback, norms, **options))
+    train(trainer(tmp_path, plain, **options))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    run = tap.open(tmp_path / "run")
+    for port in ("output", "grad_output"):
+        found = records(run, layer="model.layers.1", port=port)
+        assert [(r.batch, r.call) for r in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    found = [
+        math.hypot(*(r.summary.l2 for r in records(run, port="grad_param") if r.batch == step))
+        for step in range(2)
+    ]
     assert found == pytest.approx(norms.norms, rel=1e-5)
 
 

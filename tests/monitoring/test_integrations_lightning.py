@@ -199,9 +199,11 @@ def test_a_rule_that_raises_ends_the_fit(tmp_path) -> None:
 
 def test_checkpoints_are_written_and_resumed_from(tmp_path) -> None:
     module = Module()
-    first = trainer(TapCallback(tmp_path / "run", every=1), enable_checkpointing=False)
-    fit(first, module)
-    first.save_checkpoint(tmp_path / "model.ckpt")
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, "model", every_n_epochs=2, save_top_k=1)
+    callback = TapCallback(tmp_path / "run", every=1)
+    fit(trainer(callback, saving, enable_checkpointing=True), module)  # saved while watched
+    saved = torch.load(tmp_path / "model.ckpt", weights_only=False)
+    assert saved["state_dict"].keys() == module.state_dict().keys()
     again = trainer(TapCallback(tmp_path / "again", every=1), max_epochs=3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
