@@ -71,7 +71,7 @@ def check_compared(left: Recording, right: Recording, rows: Sequence[LayerCompar
     if any(row.verdict not in ("missing", "incomparable") for row in rows):
         return
     ours, theirs = left.steps, right.steps
-    if not set(ours) & set(theirs):
+    if ours and theirs and not set(ours) & set(theirs):
         raise ComparisonError(
             f"{left.path} and {right.path} have no step in common, so nothing could be compared: "
             f"the reference has {_span(ours)}, the candidate {_span(theirs)}. Record or watch the "

@@ -229,7 +229,7 @@ def summary_part(
         transform="" if site.transform is None else site.transform.name,
         hints=tuple(hints),
         moments=len(moments),
-        worst_moment=moments[judged.worst],
+        worst_moment=moments[judged.at],
         diverged_at=tuple(moments[at] for at in bad),
         order=first.reference.order,
         nearer=nearer,

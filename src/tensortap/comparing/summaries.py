@@ -76,13 +76,12 @@ def _changes(reference: Summary, candidate: Summary) -> dict[str, float]:
 class JudgedRows:
     """Many moments of one site: which diverged, how much each changed, and the one that speaks.
 
-    `at` is the first that diverged, or the one that changed most; `why` is said of it.
+    `at` is the first that diverged, or else the first of all; `why` is said of it.
     """
 
     diverged: NDArray[np.bool_]
     changes: Rows
     at: int
-    worst: int
     why: str
     reference: Summary
     candidate: Summary
@@ -92,13 +91,10 @@ def judge_rows(reference: Rows, candidate: Rows, limit: float) -> JudgedRows:
     """`judge_summaries` for the raw rows of many moments at once."""
     changes = _row_changes(reference, candidate)
     diverged = changes > limit
-    worst = int(changes.argmax())
-    at = int(diverged.argmax()) if diverged.any() else worst
+    at = int(diverged.argmax())  # 0 where none did
     pair = [Summary.from_row(side[at].tolist()) for side in (reference, candidate)]
     _, why = judge_summaries(pair[0], pair[1], limit)
-    return JudgedRows(
-        diverged, changes, at, worst, why, merge_rows(reference), merge_rows(candidate)
-    )
+    return JudgedRows(diverged, changes, at, why, merge_rows(reference), merge_rows(candidate))
 
 
 def _row_changes(reference: Rows, candidate: Rows) -> Rows:
