@@ -23,6 +23,7 @@ class Size:
     batch: int = 4
     length: int = 128
     vocabulary: int = 1024
+    device: str = "cpu"
 
 
 class Attention(nn.Module):
@@ -81,7 +82,7 @@ def build(size: Size, name: str) -> GPT:
     forward = types.FunctionType(code, GPT.forward.__globals__, name)
     own: Any = type(f"GPT_{name}", (GPT,), {"forward": forward})
     torch.manual_seed(0)
-    return own(size)
+    return own(size).to(size.device)
 
 
 def batches(size: Size, count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -90,6 +91,7 @@ def batches(size: Size, count: int = 8) -> list[tuple[torch.Tensor, torch.Tensor
     found = []
     for _ in range(count):
         ids = torch.randint(0, size.vocabulary, (size.batch, size.length + 1), generator=dice)
+        ids = ids.to(size.device)
         found.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
     return found
 
@@ -137,10 +139,13 @@ class Training:
         self.after_step(step)
         self.losses.append(loss.detach())
         self.steps += 1
+        if loss.is_cuda:
+            torch.cuda.synchronize()
 
     def digest(self) -> str:
         """A digest of every parameter's bits."""
         found = hashlib.blake2b(digest_size=16)
         for parameter in self.model.parameters():
-            found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            values = parameter.detach().cpu().contiguous()
+            found.update(values.view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
