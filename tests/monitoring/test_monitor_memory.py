@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,6 +126,34 @@ def test_memory_is_given_back_when_an_epoch_is_cleared(tmp_path) -> None:
     monitor.clear_current_epoch_data()
     assert monitor._held.bytes == 0
     monitor.remove_hooks()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_many_layers_and_batches_take_few_file_descriptors(tmp_path) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(80)))
+    monitor = tap.Monitor(model, {"*": {**FULL}}, [1], tmp_path, memory_limit=0, keep="summary")
+    monitor.set_epoch(1)
+    before = descriptors()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index in range(30):
+            monitor.set_batch_idx(index)
+            model(torch.full((2, 4), float(index)))
+    data = monitor.get_epoch_data()
+    assert descriptors() - before < 150, "80 layers, 2400 outputs"
+    expected = {name: list(info["data"].values()) for name, info in data.items()}
+    monitor.save_epoch_outputs()
+    monitor.remove_hooks()
+    for name, outputs in expected.items():
+        item = load(tmp_path / f"epoch_{name}_epoch1.pt")
+        assert torch.equal(item["output"], torch.cat(outputs))
+    del data, expected, outputs
+    monitor.clear_current_epoch_data()
+    gc.collect()
+    assert descriptors() <= before + 1
 
 
 LARGE = """

@@ -12,12 +12,14 @@ import torch
 from ..numerics.summary import Summary
 from .choice import Chosen
 from .outputs import Form, put_together, shape_of, tensors_of
-from .spill import RawFile, Spilled, joined
+from .spill import Maps, RawFile, Spilled, joined
 
 __all__ = ["Entry", "Held", "Moment", "Shelf"]
 
 Moment = tuple[int, int]
 """(epoch, batch_idx), the key of the document's `data`."""
+
+_MOST_FILES = 32
 
 _STATISTICS = (
     "count", "nan", "posinf", "neginf", "zeros",
@@ -45,9 +47,9 @@ class Entry:
             t.numel() * t.element_size() for t in self.tensors if isinstance(t, torch.Tensor)
         )
 
-    def output(self, *, copy: bool) -> Any:
+    def output(self, maps: Maps, *, copy: bool = False) -> Any:
         """The output as the layer returned it; a copy is the caller's own."""
-        return put_together(self.form, [_values(tensor, copy) for tensor in self.tensors])
+        return put_together(self.form, [_values(tensor, maps, copy) for tensor in self.tensors])
 
 
 @dataclass(eq=False)
@@ -57,7 +59,6 @@ class Shelf:
     chosen: Chosen
     entries: dict[Moment, Entry] = field(default_factory=dict)
     output_shape: Any = None
-    files: dict[int, RawFile] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -76,24 +77,23 @@ class Shelf:
 
     def described(self, *, copy: bool) -> dict[str, Any]:
         """The document's structure of one layer."""
+        maps = Maps(private=True)
         return {
             "layer": self.chosen.layer,
             "alias": self.chosen.alias,
             "output_shape": _copied(self.output_shape),
-            "data": {moment: entry.output(copy=copy) for moment, entry in self.ordered()},
+            "data": {moment: entry.output(maps, copy=copy) for moment, entry in self.ordered()},
         }
 
     def clear(self) -> None:
-        self.entries, self.files, self.output_shape = {}, {}, None
+        self.entries, self.output_shape = {}, None
 
-    def spill(self, folder: Path) -> None:
+    def spill(self, file: Callable[[int], RawFile]) -> None:
         """Bring what is in memory to disk, in the order of the batches."""
         for _, entry in self.ordered():
             for index, tensor in enumerate(entry.tensors):
                 if isinstance(tensor, torch.Tensor):
-                    if index not in self.files:
-                        self.files[index] = RawFile(folder)
-                    entry.tensors[index] = self.files[index].append(tensor)
+                    entry.tensors[index] = file(index).append(tensor)
 
     def whole_epoch(self) -> dict[str, Any]:
         """What is saved of an epoch: its batches in one, or as a list where that cannot be."""
@@ -112,10 +112,8 @@ class Shelf:
     def _joined(self, entries: list[Entry]) -> tuple[Any, Any]:
         form = entries[0].form
         if not _joinable(entries):
-            return (
-                [put_together(e.form, [_stored(t) for t in e.tensors]) for e in entries],
-                [entry.shape for entry in entries],
-            )
+            maps = Maps(private=False)
+            return [entry.output(maps) for entry in entries], [entry.shape for entry in entries]
         whole = [_join([e.tensors[i] for e in entries]) for i in range(len(entries[0].tensors))]
         return put_together(form, whole), shape_of(form, [list(t.shape) for t in whole])
 
@@ -129,6 +127,7 @@ class Held:
         self.bytes = 0
         self.spilling = False
         self._folder = folder
+        self._files: dict[tuple[str, int], RawFile] = {}  # by key and number of the tensor
 
     def put(self, shelf: Shelf, moment: Moment, entry: Entry, warn: Callable[[str], None]) -> None:
         """Keep an output; the last call of a batch replaces an earlier one."""
@@ -141,19 +140,32 @@ class Held:
             self.spilling = True
             warn(self._too_much())
             for each in self.shelves:
-                each.spill(self._folder)
-            self.bytes = 0
+                self.spill(each)
         elif self.spilling:
             self.spill(shelf)
 
     def spill(self, shelf: Shelf) -> None:
-        self.bytes -= shelf.in_memory
-        shelf.spill(self._folder)
+        """Hold this layer on disk from here on."""
+        held = shelf.in_memory
+        if held:
+            shelf.spill(lambda index: self._file(shelf.key, index))
+            self.bytes -= held
+
+    def _file(self, key: str, index: int) -> RawFile:
+        """The file of one leaf. Files are few: a process may not have many open."""
+        file = self._files.get((key, index))
+        if file is None:
+            files = list(dict.fromkeys(self._files.values()))
+            file = RawFile(self._folder) if len(files) < _MOST_FILES else min(files, key=_size_of)
+            self._files[(key, index)] = file
+        return file
 
     def clear(self, shelves: Iterable[Shelf]) -> None:
         for shelf in shelves:
             self.bytes -= shelf.in_memory
             shelf.clear()
+            for place in [place for place in self._files if place[0] == shelf.key]:
+                del self._files[place]
         if not any(shelf.entries for shelf in self.shelves):
             self.spilling = False
 
@@ -182,15 +194,14 @@ def _size(nbytes: int) -> str:
     return f"{number:.1f} GiB"
 
 
-def _values(tensor: torch.Tensor | Spilled, copy: bool) -> torch.Tensor:
+def _size_of(file: RawFile) -> int:
+    return file.size
+
+
+def _values(tensor: torch.Tensor | Spilled, maps: Maps, copy: bool) -> torch.Tensor:
     if isinstance(tensor, Spilled):
-        return tensor.tensor()
+        return maps.tensor(tensor)
     return tensor.clone() if copy else tensor
-
-
-def _stored(tensor: torch.Tensor | Spilled) -> torch.Tensor:
-    """The values to be saved, which nobody writes to."""
-    return tensor.tensor(private=False) if isinstance(tensor, Spilled) else tensor
 
 
 def _copied(shape: Any) -> Any:
@@ -218,7 +229,8 @@ def _join(parts: list[torch.Tensor | Spilled]) -> torch.Tensor:
     spilled = [part for part in parts if isinstance(part, Spilled)]
     if len(spilled) == len(parts):
         return joined(spilled)
-    return torch.cat([_stored(part) for part in parts], dim=0)
+    maps = Maps(private=False)
+    return torch.cat([_values(part, maps, False) for part in parts], dim=0)
 
 
 def _statistics(entries: list[Entry]) -> Any:

@@ -9,6 +9,7 @@ so that what is heard is what the next layer gets; layers whose results a hook w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 
@@ -34,13 +35,42 @@ class Heard:
     """One output that arrived: its form, copies of its tensors, and where they were."""
 
     def __init__(self, form: Form) -> None:
-        self.form = form
-        self.tensors: list[torch.Tensor] = []
-        self.devices: list[str] = []
+        """`form` numbers the tensors as they are spoken; those it does not name are left out."""
+        self._places = {number: new for new, (number, _) in enumerate(tensors_of(form))}
+        self._copies: dict[int, tuple[torch.Tensor, str]] = {}
+        self.form = compact(form)
 
-    def take(self, tensor: torch.Tensor) -> None:
-        self.devices.append(str(tensor.device))
-        self.tensors.append(snapshot(tensor))
+    def take(self, number: int, tensor: torch.Tensor) -> None:
+        place = self._places.get(number)
+        if place is not None:
+            self._copies[place] = (snapshot(tensor), str(tensor.device))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._copies[place][0] for place in range(len(self._places))]
+
+    @property
+    def devices(self) -> list[str]:
+        return [self._copies[place][1] for place in range(len(self._places))]
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """What a site of a graph says: tensor `number` of the `count` of one output."""
+
+    index: int
+    form: Form
+    number: int
+    count: int
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """An output of which some tensors have arrived; what is not wanted is not copied."""
+
+    wanted: Any
+    heard: Heard | None
+    numbers: set[int] = field(default_factory=set)
 
 
 class Listening:
@@ -71,8 +101,8 @@ class Listening:
         self._own: list[tuple[nn.Module, RemovableHandle]] = []
         self._fused: set[int] = set()
         self._guarded = HooksGuarded()
-        self._traced: list[tuple[int, Form, int, int]] = [(-1, ("none",), 0, 1)]
-        self._arriving: dict[int, tuple[Any, Heard, dict[int, int]]] = {}
+        self._traced = [_Spoken(-1, ("none",), 0, 1)]
+        self._arriving: dict[tuple[int, int], _Arriving] = {}  # by thread and first site
         self._ear = Ear(self._arrived)
         indices = {f"layer {index}": index for index in range(len(chosen))}
         self._register = _registry(self._traced, indices)
@@ -81,7 +111,6 @@ class Listening:
     # Attaching and detaching.
 
     def attach(self) -> None:
-        self.prepare_devices()
         self._guarded.hold()
         _allow_graphs(len(self._chosen))
         is_compiled = compiled.contains_compiled(self._model)
@@ -123,12 +152,6 @@ class Listening:
         self._handles.clear()
         self._own.clear()
         self._arriving.clear()
-
-    def prepare_devices(self) -> None:
-        """Graphs speak from the devices that the model is on; it may have moved since."""
-        found = {tensor.device for tensor in (*self._model.parameters(), *self._model.buffers())}
-        for device in {torch.device("cpu"), *found}:
-            self._ear.prepare(device)
 
     def explain(self, silent: Sequence[int]) -> list[str]:
         """Why some layers were never heard, where we know."""
@@ -181,43 +204,41 @@ class Listening:
         with unseen():
             tensors: list[torch.Tensor] = []
             form = pick(take_apart(output, tensors), self._chosen[index].leaf)
-            heard = Heard(compact(form))
+            heard = Heard(form)
             for number, _ in tensors_of(form):
-                heard.take(tensors[number])
+                heard.take(number, tensors[number])
         self._take(index, wanted, heard)
 
     def _arrived(self, site: int, tensor: torch.Tensor) -> None:
         """A compiled graph runs, and one of the tensors that it speaks is there."""
         if recomputing():
             return
-        index, form, number, count = self._traced[site]
+        spoken = self._traced[site]
+        key = (get_ident(), site - spoken.number)
         try:
             with unseen():
                 if site == _ROOT:
                     self._begin((), {})
                     return
-                if number == 0:
-                    self._open(index, form)
-                found = self._arriving.get(get_ident())
-                if found is None:
-                    return
-                wanted, heard, places = found
-                if number in places:
-                    heard.take(tensor)
-            if number == count - 1:
-                del self._arriving[get_ident()]
-                self._take(index, wanted, heard)
+                found = self._arriving.get(key)
+                if found is None or spoken.number in found.numbers:  # or the last one broke off
+                    found = self._arriving[key] = self._open(spoken)
+                found.numbers.add(spoken.number)
+                if found.heard is not None:
+                    found.heard.take(spoken.number, tensor)
+            if len(found.numbers) == spoken.count:
+                del self._arriving[key]
+                if found.heard is not None:
+                    self._take(spoken.index, found.wanted, found.heard)
         except Exception as error:  # the model must not notice
-            self._arriving.pop(get_ident(), None)
-            self._fail(index if site != _ROOT else None, error)
+            self._arriving.pop(key, None)
+            self._fail(spoken.index if site != _ROOT else None, error)
 
-    def _open(self, index: int, form: Form) -> None:
-        self._arriving.pop(get_ident(), None)
-        wanted = self._wants(index)
-        if wanted is not None:
-            picked = pick(form, self._chosen[index].leaf)
-            places = {number: new for new, (number, _) in enumerate(tensors_of(picked))}
-            self._arriving[get_ident()] = (wanted, Heard(compact(picked)), places)
+    def _open(self, spoken: _Spoken) -> _Arriving:
+        wanted = self._wants(spoken.index)
+        if wanted is None:
+            return _Arriving(None, None)
+        return _Arriving(wanted, Heard(pick(spoken.form, self._chosen[spoken.index].leaf)))
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""
@@ -238,9 +259,7 @@ def _allow_graphs(more: int) -> None:
             return
 
 
-def _registry(
-    traced: list[tuple[int, Form, int, int]], indices: Mapping[str, int]
-) -> Callable[[str, Form, int], int]:
+def _registry(traced: list[_Spoken], indices: Mapping[str, int]) -> Callable[[str, Form, int], int]:
     """Called while a graph is traced, and then a constant: the first site of an output's form.
 
     The layer is named by a text, on which a graph is guarded: blocks of one class share graphs as
@@ -251,7 +270,7 @@ def _registry(
     def register(name: str, form: Form, count: int) -> int:
         if (name, form) not in known:
             known[(name, form)] = len(traced)
-            traced.extend((indices[name], form, number, count) for number in range(count))
+            traced.extend(_Spoken(indices[name], form, number, count) for number in range(count))
         return known[(name, form)]
 
     constant: Any = torch.compiler.assume_constant_result  # untyped in torch

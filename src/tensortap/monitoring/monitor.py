@@ -42,6 +42,7 @@ from .listening import Heard, Listening
 from .outputs import put_together
 from .run import Keep, Run
 from .saving import Files, SaveFormat, save_custom
+from .spill import Maps
 
 __all__ = ["Monitor"]
 
@@ -120,7 +121,8 @@ class Monitor:
         self._said: set[str] = set()
         self._failed: set[int] = set()
         self._heard: set[int] = set()
-        self._calls: Counter[tuple[int, int, int]] = Counter()
+        self._calls: Counter[tuple[int, int]] = Counter()  # in this epoch, by layer and batch
+        self._called: dict[int, int] = {}  # in earlier visits of an epoch
         self._epoch: int | None = None
         self._batch: int | None = None
         self._forwards = 0
@@ -231,10 +233,12 @@ class Monitor:
                 return
             if not self._closed:
                 self._save_unsaved()
-                self._listening.prepare_devices()
             self.clear_current_epoch_data()
             if self._epoch is not None:
                 self._batch = None
+                most = max(self._calls.values(), default=0)
+                self._called[self._epoch] = self._called.get(self._epoch, 0) + most
+            self._calls.clear()
             self._epoch = number
             self._forwards = 0
             self._layer_calls.clear()
@@ -422,8 +426,8 @@ class Monitor:
             if not self._keeps(index, batch):
                 _log.debug("'%s' fired in epoch %d, batch %d: not kept", *where)
                 return None
-            call = self._calls[(index, self._epoch, batch)]
-            self._calls[(index, self._epoch, batch)] += 1
+            call = self._called.get(self._epoch, 0) + self._calls[(index, batch)]
+            self._calls[(index, batch)] += 1
             _log.debug("'%s' fired in epoch %d, batch %d, call %d", *where, call)
             return self._epoch, batch, call
 
@@ -442,10 +446,11 @@ class Monitor:
                 self._run.skip(one, "", "None stands where a tensor could")
                 return
             with unseen():
+                tensors = heard.tensors
                 needed = self._keep == "summary" or not one.single
-                summaries = [summarize(tensor) for tensor in heard.tensors] if needed else []
-                self._run.add(one, heard.form, heard.tensors, summaries, heard.devices, when)
-                entry = Entry(heard.form, list(heard.tensors), summaries)
+                summaries = [summarize(tensor) for tensor in tensors] if needed else []
+                self._run.add(one, heard.form, tensors, summaries, heard.devices, when)
+                entry = Entry(heard.form, list(tensors), summaries)
                 self._held.put(self._held.shelves[index], when[:2], entry, self._say_memory)
             self._report()
 
@@ -586,6 +591,7 @@ class Monitor:
 
     def _save_single(self, shelf: Shelf) -> list[Path]:
         def save() -> Iterator[Path]:
+            maps = Maps(private=False)
             for (epoch, batch), entry in shelf.ordered():
                 item = {
                     "epoch": epoch,
@@ -593,7 +599,7 @@ class Monitor:
                     "layer": shelf.chosen.layer,
                     "alias": shelf.chosen.alias,
                     "output_shape": entry.shape,
-                    "output": entry.output(copy=False),
+                    "output": entry.output(maps),
                 }
                 yield self._files.single(shelf.key, item)
                 entry.saved = True

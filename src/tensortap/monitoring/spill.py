@@ -1,8 +1,9 @@
 """Outputs that no longer fit in memory: raw bytes in files without a name.
 
-One file holds one leaf of one layer. Batches of one dtype and one shape behind the first dimension
-lie in it as their concatenation would, so a whole epoch is one memory map and is never in memory at
-once. A file has no name, so nothing is left behind, whatever ends the process.
+One file holds one leaf of one layer, unless there are very many. Batches of one dtype and one shape
+behind the first dimension lie in it as their concatenation would, so a whole epoch is one memory
+map and is never in memory at once. A file has no name, so nothing is left behind, whatever ends the
+process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from ..recording.dtypes import from_bytes
 
-__all__ = ["RawFile", "Spilled", "joined"]
+__all__ = ["Maps", "RawFile", "Spilled", "joined"]
 
 _PIECE = 8 << 20
 
@@ -59,7 +60,7 @@ class RawFile:
         for part in parts:
             for start in range(part.start, part.stop, _PIECE):
                 stop = min(start + _PIECE, part.stop)
-                target._write(target.size, self.view(start, stop, private=False))
+                target._write(target.size, part.file.view(start, stop, private=False))
                 target.size += stop - start
         rows = sum(part.shape[0] for part in parts)
         return Spilled(target, 0, (rows, *parts[0].shape[1:]), parts[0].dtype)
@@ -83,22 +84,34 @@ class Spilled:
     def stop(self) -> int:
         return self.start + torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def tensor(self, *, private: bool = True) -> torch.Tensor:
-        """The values, read from disk when they are looked at."""
-        if self.start == self.stop:
-            return torch.empty(self.shape, dtype=self.dtype)
-        return from_bytes(
-            self.file.view(self.start, self.stop, private=private), self.dtype, self.shape
-        )
+    def tensor(self) -> torch.Tensor:
+        """The values, read from disk when they are looked at; not to be written to."""
+        return Maps(private=False).tensor(self)
+
+
+class Maps:
+    """Tensors over files, each of which is mapped once: a map takes a file descriptor."""
+
+    def __init__(self, *, private: bool) -> None:
+        self._private = private
+        self._views: dict[RawFile, memoryview] = {}
+
+    def tensor(self, spilled: Spilled) -> torch.Tensor:
+        if spilled.start == spilled.stop:
+            return torch.empty(spilled.shape, dtype=spilled.dtype)
+        file = spilled.file
+        view = self._views.get(file)
+        if view is None or len(view) < spilled.stop:
+            view = self._views[file] = file.view(0, file.size, private=self._private)
+        return from_bytes(view[spilled.start : spilled.stop], spilled.dtype, spilled.shape)
 
 
 def joined(parts: Sequence[Spilled]) -> torch.Tensor:
     """The concatenation along the first dimension, as a memory map; not to be written to."""
     first = parts[0]
-    follows = all(b.start == a.stop for a, b in pairwise(parts))
-    if follows:
+    if all(b.file is a.file and b.start == a.stop for a, b in pairwise(parts)):
         rows = sum(part.shape[0] for part in parts)
         whole = Spilled(first.file, first.start, (rows, *first.shape[1:]), first.dtype)
     else:
         whole = first.file.collected(parts)
-    return whole.tensor(private=False)
+    return whole.tensor()
