@@ -5,9 +5,9 @@ graph stays whole (`fullgraph=True`), and at run time the tensor's values arrive
 function, eager or compiled, in the forward pass or the backward one. Whether anything is done with
 them is decided there, so one graph serves every cadence. A call costs about two microseconds.
 
-The operator says that it writes to `token`, which keeps it from being thrown away as useless and
-keeps calls in order; nothing is written to it. The backward pass has a token of its own: one that
-the forward pass has "written" since would not be what autograd saved.
+The operator returns nothing and writes nowhere; torch is told that it has a side effect, which
+keeps it in the graph. (One that pretends to write to a tensor makes that tensor an input of the
+graph, with its version and its place: torch 2.11 then refuses gradient hooks that use it.)
 
 Dynamo shares graphs among instances of a class and does not look at their hooks when it does so:
 a watched model would get the graph of one that is not. `HooksGuarded` makes it look.
@@ -34,7 +34,7 @@ _NUMBERS = itertools.count()
 _LIBRARY: list[Any] = []
 
 
-def _hear(tensor: torch.Tensor, token: torch.Tensor, ear: int, site: int, leaf: str) -> None:
+def _hear(tensor: torch.Tensor, ear: int, site: int, leaf: str) -> None:
     found = _EARS.get(ear)
     if found is not None:
         found.hear(site, tensor, leaf)
@@ -45,11 +45,13 @@ def _operator() -> Any:
     """The operator, defined on first use: importing this module changes nothing in torch."""
     make: Any = torch.library.Library  # untyped in torch
     library = make("tensortap", "DEF")
-    library.define("hear(Tensor tensor, Tensor(a!) token, int ear, int site, str leaf) -> ()")
+    library.define("hear(Tensor tensor, int ear, int site, str leaf) -> ()")
     library.impl("hear", _hear, "CompositeExplicitAutograd")
-    library.impl("hear", lambda tensor, token, ear, site, leaf: None, "Meta")
+    library.impl("hear", lambda tensor, ear, site, leaf: None, "Meta")
     _LIBRARY.append(library)  # it is undefined when its library is collected
-    return torch.ops.tensortap.hear.default
+    operator = torch.ops.tensortap.hear.default
+    torch.fx.node.has_side_effect(operator)
+    return operator
 
 
 class Ear:
@@ -67,16 +69,7 @@ class Ear:
         self._by_leaf = by_leaf
         self.number = next(_NUMBERS)
         self.operator = _operator()
-        self.tokens: dict[str, torch.Tensor] = {}
-        self.backward_tokens: dict[str, torch.Tensor] = {}
         _EARS[self.number] = self
-
-    def prepare(self, device: torch.device) -> None:
-        """Have a token on a device before anything is traced there."""
-        if str(device) not in self.tokens and device.type != "meta":
-            with torch.inference_mode(False), torch.device(device):
-                self.tokens[str(device)] = torch.zeros(1)
-                self.backward_tokens[str(device)] = torch.zeros(1)
 
     def hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:
         """What the operator does at run time."""
@@ -85,17 +78,9 @@ class Ear:
         elif self._listen is not None:
             self._listen(site, tensor)
 
-    def speak(
-        self, tensor: torch.Tensor, site: int, leaf: str = "", *, backward: bool = False
-    ) -> None:
-        """Send a tensor to `listen`; traceable. A tensor on an unprepared device is not sent.
-
-        From a tensor's gradient hook, say `backward=True`.
-        """
-        tokens = self.backward_tokens if backward else self.tokens
-        token = tokens.get(str(tensor.device))
-        if token is not None:
-            self.operator(tensor.detach(), token, self.number, site, leaf)
+    def speak(self, tensor: torch.Tensor, site: int, leaf: str = "") -> None:
+        """Send a tensor to `listen`; traceable."""
+        self.operator(tensor.detach(), self.number, site, leaf)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ear:
         return self

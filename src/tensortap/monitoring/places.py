@@ -126,10 +126,8 @@ class Places:
 
     # Attaching and detaching.
 
-    def attach(self, layers: Sequence[Layer], devices: Sequence[torch.device]) -> None:
+    def attach(self, layers: Sequence[Layer]) -> None:
         self._guarded.hold()
-        for device in devices:
-            self._ear.prepare(device)
         self._fused = set() if contains_compiled(self._model) else find_fused(self._model)
         root = self._model
         if id(root) not in self._fused:
@@ -304,7 +302,7 @@ class Places:
 
 def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], None]:
     def hook(grad: torch.Tensor) -> None:
-        ear.speak(grad, site, leaf, backward=True)
+        ear.speak(grad, site, leaf)
 
     return hook
 

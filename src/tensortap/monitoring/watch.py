@@ -239,7 +239,7 @@ class Watcher:
                 )
         for device in devices:
             self._board.prepare(device)
-        self._places.attach([*reach.layers, *chosen.layers], devices)
+        self._places.attach([*reach.layers, *chosen.layers])
         self._places.choose(chosen.layers)
         self._clock.attach()
         atexit.register(self.close)
