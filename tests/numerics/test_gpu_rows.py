@@ -169,7 +169,7 @@ def test_parameters_and_gradients_in_one_launch(nobody_waits: None) -> None:
         )
     ]
     tensors[5] = tensors[5].t()
-    tensors[6].view(-1)[123_456] = math.inf
+    tensors[6].view(-1)[123_456].fill_(math.inf)
     tensors[10] = tensors[10].double()
     rows, alone = empty_rows(len(tensors), "cuda"), empty_rows(len(tensors), "cuda")
     for _ in range(3):
@@ -210,13 +210,13 @@ def test_inside_a_graph(way: Way) -> None:
 def test_a_graph_captured_before_anything_was_compiled() -> None:
     kernels = device._triton()
     assert kernels is not None
-    compiled = set(kernels._COMPILED)
-    kernels._COMPILED.clear()
+    compiled = dict(kernels._KERNELS)
+    kernels._KERNELS.clear()
     x, row = torch.arange(1000.0, device="cuda"), empty_rows(1, "cuda")[0]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         accumulate_on(x, row)
-    kernels._COMPILED.update(compiled)
+    kernels._KERNELS.update(compiled)
     graph.replay()
     assert_defines(asked(row), x.cpu())
 

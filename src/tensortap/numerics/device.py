@@ -66,12 +66,13 @@ def reset(rows: torch.Tensor) -> None:
 
 def accumulate_on(tensor: torch.Tensor, row: torch.Tensor) -> None:
     """Merge a tensor into a row of its own device, by the quickest way there is."""
-    _check(tensor, row)
     if tensor.is_cuda:
         kernels = _triton()
         if kernels is None or not kernels.accumulate(tensor, row):
             accumulate(tensor, row)
-    elif tensor.is_cpu and row.dtype == torch.float64 and pick(tensor).name == "native":
+        return
+    _check(tensor, row)
+    if tensor.is_cpu and row.dtype == torch.float64 and pick(tensor).name == "native":
         _accumulate_native(tensor, row)
     else:
         accumulate(tensor, row)
@@ -87,8 +88,6 @@ def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> None
     left: Sequence[int] = range(len(tensors))
     kernels = _triton() if rows.is_cuda else None
     if kernels is not None:
-        for tensor in tensors:
-            _check(tensor, rows)
         left = kernels.accumulate_many(tensors, rows)
     for i in left:
         accumulate_on(tensors[i], rows[i])

@@ -1,366 +1,35 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
-"""Summary rows on CUDA: one launch a tensor, or one for many.
+"""Summary rows on CUDA: one launch a tensor, or one for many. The kernels: triton_kernels.py.
 
-Every program takes a span of the tensor and leaves a partial (`_PARTIAL` columns); the program that
-finishes last reduces the partials, always in the same order, and merges the result into the row.
+float32, float16, bfloat16, the two common float8 and complex of these are read here, in whatever
+order they lie in memory; the rest is left to device.py, which alone imports this module, since
+that needs Triton.
 
-A span is read once. Deviations from its first element are summed in float64: since that element is
-one of the span's own, what cancels is bounded by the span's length, so offsets do no harm, and l2
-follows from mean and std. Formats are told apart by their bits: the largest magnitude alone says
-whether a span holds anything that is NaN, infinite or saturated; only such spans are read again,
-with care. float32, float16, bfloat16, the two common float8 and complex of these are read here;
-the rest is left to device.py.
-
-Only device.py imports this module, since importing it needs Triton.
+A launch through Triton's own front door costs the host some 40 us, most of it to find out which
+kernel is meant; so kernels are kept, and called by address. Device -1 is Triton's interpreter.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from tensortap.numerics import triton_kernels as kernels
 from tensortap.numerics.layout import first_elements
-from tensortap.numerics.summary import COLUMNS, FIRST
+from tensortap.numerics.summary import FIRST, WIDTH
+from tensortap.numerics.triton_kernels import FORMATS, PARTIAL, Format
 
 __all__ = ["accumulate", "accumulate_many"]
 
-
-@dataclass(frozen=True)
-class _Format:
-    """What the kernels must know of a float format; magnitudes are bits without the sign."""
-
-    name: str
-    element: Any = field(compare=False)  # what the kernels load; a byte where it is float8
-    bits: int
-    mantissa: int
-    bias: int
-    normal: int  # the smallest normal magnitude
-    top: int  # the largest finite one
-    nan: int  # the smallest that is NaN; between the two lies infinity, if there is one
-
-    def __repr__(self) -> str:  # Triton makes it part of the names of its functions
-        return self.name
-
-
-_FORMATS = {
-    torch.float32: _Format("f32", tl.float32, 32, 23, 127, 0x00800000, 0x7F7FFFFF, 0x7F800001),
-    torch.bfloat16: _Format("bf16", tl.bfloat16, 16, 7, 127, 0x0080, 0x7F7F, 0x7F81),
-    torch.float16: _Format("f16", tl.float16, 16, 10, 15, 0x0400, 0x7BFF, 0x7C01),
-    torch.float8_e5m2: _Format("e5m2", tl.uint8, 8, 2, 15, 0x04, 0x7B, 0x7D),
-    torch.float8_e4m3fn: _Format("e4m3", tl.uint8, 8, 3, 7, 0x08, 0x7E, 0x7F),
-}
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
-
-_PARTIAL = 11  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max
-_LANES, _WARPS = 1024, 8
+_LANES, _WARPS = 512, 8
 _PER_SM = 8
 _MOST = 1 << 14  # programs of a launch for many tensors
-_MOMENTS = tl.constexpr(len(COLUMNS))
-_FIRST = tl.constexpr(FIRST)
-_WIDE = tl.constexpr(256)
-
-
-# --- On the device ----------------------------------------------------------------------------
-
-
-@triton.jit
-def _decode(raw, F: tl.constexpr):
-    """An element's value as float32 (meaningless where it is not finite) and its magnitude."""
-    if F.bits == 32:
-        magnitude = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        value = raw
-    elif F.bits == 16:
-        magnitude = raw.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-        value = raw.to(tl.float32)
-    else:  # an exponent and a mantissa, moved to where float32 has them
-        wide = raw.to(tl.int32)
-        magnitude = wide & 0x7F
-        moved = (magnitude << (23 - F.mantissa)) | ((wide & 0x80) << 24)
-        value = moved.to(tl.float32, bitcast=True) * (2.0 ** (127 - F.bias))
-    return value, magnitude
-
-
-@triton.jit
-def _add(s, q, low, high, top, zeros, small, s2, q2, low2, high2, top2, zeros2, small2):
-    """Two sets of sums and limits as one."""
-    return (
-        s + s2,
-        q + q2,
-        tl.minimum(low, low2),
-        tl.maximum(high, high2),
-        tl.maximum(top, top2),
-        zeros + zeros2,
-        small + small2,
-    )
-
-
-@triton.jit
-def _fold(raw, shift, s, q, low, high, top, zeros, small, F: tl.constexpr):
-    """Add a tile to each lane's sums; a lane's elements are one thread's, so nothing is moved."""
-    value, magnitude = _decode(raw, F)
-    away = value.to(tl.float64) - shift
-    null = (magnitude == 0).to(tl.int32)
-    below = (magnitude < F.normal).to(tl.int32)
-    s2, q2, low2, high2, top2, zeros2, small2 = tl.reduce(
-        (away, away * away, value, value, magnitude, null, below), 1, _add
-    )
-    return _add(s, q, low, high, top, zeros, small, s2, q2, low2, high2, top2, zeros2, small2)
-
-
-@triton.jit
-def _span(x, start, stop, out, stride, LANES: tl.constexpr, F: tl.constexpr):
-    """Leave the partial of the elements from `start` to `stop`, of which there is at least one."""
-    EACH: tl.constexpr = 128 // F.bits
-    TILE: tl.constexpr = LANES * EACH
-    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    pad = tl.load(x + start)
-    value, magnitude = _decode(pad, F)
-    shift = value.to(tl.float64)
-    total = tl.zeros([LANES], tl.float64)
-    square = tl.zeros([LANES], tl.float64)
-    low = tl.full([LANES], float("inf"), tl.float32)
-    high = tl.full([LANES], float("-inf"), tl.float32)
-    top = tl.zeros([LANES], tl.int32)
-    zeros = tl.zeros([LANES], tl.int32)
-    small = tl.zeros([LANES], tl.int32)
-    whole = start + (stop - start) // TILE * TILE
-    for at in range(start, whole, TILE):
-        total, square, low, high, top, zeros, small = _fold(
-            tl.load(x + at + cell), shift, total, square, low, high, top, zeros, small, F
-        )
-    padded = tl.full([], 0, tl.int32)
-    if whole < stop:  # filled up with the first element, which is the one that adds nothing
-        total, square, low, high, top, zeros, small = _fold(
-            tl.load(x + whole + cell, mask=whole + cell < stop, other=pad),
-            shift,
-            total,
-            square,
-            low,
-            high,
-            top,
-            zeros,
-            small,
-            F,
-        )
-        padded = (whole + TILE - stop).to(tl.int32)
-    nulls = tl.sum(zeros) - tl.where(magnitude == 0, padded, 0)
-    below = tl.sum(small) - tl.where(magnitude < F.normal, padded, 0)
-    n = (stop - start).to(tl.float64)
-    s, q = tl.sum(total), tl.sum(square)
-    least, most = tl.min(low), tl.max(high)
-    nans = tl.full([], 0, tl.int32)
-    ups, downs, full = nans, nans, nans
-    if tl.max(top) >= F.top:
-        nans, ups, downs, full, least, most = _count_special(x, start, stop, LANES, F)
-        n -= (nans + ups + downs).to(tl.float64)
-        shift = tl.where(n > 0, most, 0.0).to(tl.float64)
-        s, q = _sum_finite(x, start, stop, shift, LANES, F)
-    mean = s / tl.maximum(n, 1.0)
-    tl.store(out, n)
-    tl.store(out + stride, nans.to(tl.float64))
-    tl.store(out + 2 * stride, ups.to(tl.float64))
-    tl.store(out + 3 * stride, downs.to(tl.float64))
-    tl.store(out + 4 * stride, nulls.to(tl.float64))
-    tl.store(out + 5 * stride, (below - nulls).to(tl.float64))
-    tl.store(out + 6 * stride, full.to(tl.float64))
-    tl.store(out + 7 * stride, shift + mean)
-    tl.store(out + 8 * stride, tl.maximum(q - s * mean, 0.0))
-    tl.store(out + 9 * stride, least.to(tl.float64))
-    tl.store(out + 10 * stride, most.to(tl.float64))
-
-
-@triton.jit
-def _count_special(x, start, stop, LANES: tl.constexpr, F: tl.constexpr):
-    """NaN, +Inf, -Inf and saturated values of a span, and the limits of the finite ones."""
-    lane = tl.arange(0, LANES)
-    nans = tl.zeros([LANES], tl.int32)
-    ups = tl.zeros([LANES], tl.int32)
-    downs = tl.zeros([LANES], tl.int32)
-    full = tl.zeros([LANES], tl.int32)
-    low = tl.full([LANES], float("inf"), tl.float32)
-    high = tl.full([LANES], float("-inf"), tl.float32)
-    for at in range(start, stop, LANES):
-        raw = tl.load(x + at + lane, mask=at + lane < stop, other=0)
-        value, magnitude = _decode(raw, F)
-        infinite = (magnitude > F.top) & (magnitude < F.nan)
-        finite = (magnitude <= F.top) & (at + lane < stop)
-        nans += (magnitude >= F.nan).to(tl.int32)
-        ups += (infinite & (value > 0)).to(tl.int32)
-        downs += (infinite & (value < 0)).to(tl.int32)
-        full += (magnitude == F.top).to(tl.int32)
-        low = tl.minimum(low, tl.where(finite, value, float("inf")))
-        high = tl.maximum(high, tl.where(finite, value, float("-inf")))
-    return tl.sum(nans), tl.sum(ups), tl.sum(downs), tl.sum(full), tl.min(low), tl.max(high)
-
-
-@triton.jit
-def _sum_finite(x, start, stop, shift, LANES: tl.constexpr, F: tl.constexpr):
-    """The sums of a span's finite deviations and of their squares."""
-    lane = tl.arange(0, LANES)
-    total = tl.zeros([LANES], tl.float64)
-    square = tl.zeros([LANES], tl.float64)
-    for at in range(start, stop, LANES):
-        raw = tl.load(x + at + lane, mask=at + lane < stop, other=0)
-        value, magnitude = _decode(raw, F)
-        finite = (magnitude <= F.top) & (at + lane < stop)
-        away = tl.where(finite, value.to(tl.float64) - shift, 0.0)
-        total += away
-        square += away * away
-    return tl.sum(total), tl.sum(square)
-
-
-@triton.jit
-def _column(parts, stride, first, programs, INDEX: tl.constexpr):
-    """The sum of a column of partials."""
-    lane = tl.arange(0, _WIDE)
-    total = tl.zeros([_WIDE], tl.float64)
-    for at in range(0, programs, _WIDE):
-        total += tl.load(
-            parts + INDEX * stride + first + at + lane,
-            mask=at + lane < programs,
-            other=0.0,
-            cache_modifier=".cg",
-        )
-    return tl.sum(total)
-
-
-@triton.jit
-def _hypot(a, b, c):
-    size = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.abs(c))
-    unit = tl.where((size > 0) & (size < float("inf")), size, 1.0)
-    return unit * tl.sqrt(
-        (a / unit) * (a / unit) + (b / unit) * (b / unit) + (c / unit) * (c / unit)
-    )
-
-
-@triton.jit
-def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr):
-    """Reduce the partials of a tensor of `size` elements and merge them into its row."""
-    lane = tl.arange(0, _WIDE)
-    low = tl.full([_WIDE], float("inf"), tl.float64)
-    high = tl.full([_WIDE], float("-inf"), tl.float64)
-    base = tl.full([_WIDE], float("-inf"), tl.float64)
-    for at in range(0, programs, _WIDE):
-        there = at + lane < programs
-        part = parts + first + at + lane
-        low = tl.minimum(
-            low, tl.load(part + 9 * stride, mask=there, other=float("inf"), cache_modifier=".cg")
-        )
-        high = tl.maximum(
-            high, tl.load(part + 10 * stride, mask=there, other=float("-inf"), cache_modifier=".cg")
-        )
-        n = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-        mean = tl.load(part + 7 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        base = tl.maximum(base, tl.where(n > 0, mean, float("-inf")))
-    finite = _column(parts, stride, first, programs, 0)
-    least, most = tl.min(low), tl.max(high)
-    centre = tl.where(finite > 0, tl.max(base), 0.0)  # one of the means, so that little cancels
-    s = tl.zeros([_WIDE], tl.float64)
-    q = tl.zeros([_WIDE], tl.float64)
-    for at in range(0, programs, _WIDE):
-        there = at + lane < programs
-        part = parts + first + at + lane
-        n = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-        mean = tl.load(part + 7 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        m2 = tl.load(part + 8 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        away = tl.where(n > 0, mean - centre, 0.0)
-        s += n * away
-        q += m2 + n * away * away
-    whole = tl.maximum(finite, 1.0)
-    rest = tl.sum(s) / whole
-    mean = centre + rest
-    std = tl.sqrt(tl.maximum(tl.sum(q) / whole - rest * rest, 0.0))
-    l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
-
-    # Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
-    count = tl.load(row)
-    held = count - tl.load(row + 1) - tl.load(row + 2) - tl.load(row + 3)
-    mean2 = tl.where(held > 0, tl.load(row + 7), mean)
-    std2 = tl.where(held > 0, tl.load(row + 8), 0.0)
-    all_n = tl.maximum(finite + held, 1.0)
-    share, share2 = finite / all_n, held / all_n
-    half = mean / 2 - mean2 / 2
-    both = tl.where(finite > held, mean - 2 * (half * share2), mean2 + 2 * (half * share))
-    spread = _hypot(
-        std * tl.sqrt(share), std2 * tl.sqrt(share2), half * (2 * tl.sqrt(share * share2))
-    )
-    absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
-    least = tl.where(held > 0, tl.minimum(least, tl.load(row + 9)), least)
-    most = tl.where(held > 0, tl.maximum(most, tl.load(row + 10)), most)
-    absmax = tl.where(held > 0, tl.maximum(absmax, tl.load(row + 11)), absmax)
-    l2 = _hypot(l2, tl.where(held > 0, tl.load(row + 12), 0.0), 0.0)
-    known = finite + held > 0
-    nothing = float("nan")
-    tl.store(row, count + size)
-    tl.store(row + 1, tl.load(row + 1) + _column(parts, stride, first, programs, 1))
-    tl.store(row + 2, tl.load(row + 2) + _column(parts, stride, first, programs, 2))
-    tl.store(row + 3, tl.load(row + 3) + _column(parts, stride, first, programs, 3))
-    tl.store(row + 4, tl.load(row + 4) + _column(parts, stride, first, programs, 4))
-    tl.store(row + 5, tl.load(row + 5) + _column(parts, stride, first, programs, 5))
-    tl.store(row + 6, tl.load(row + 6) + _column(parts, stride, first, programs, 6))
-    tl.store(row + 7, tl.where(known, both, nothing))
-    tl.store(row + 8, tl.where(known, spread, nothing))
-    tl.store(row + 9, tl.where(known, least + 0.0, nothing))
-    tl.store(row + 10, tl.where(known, most + 0.0, nothing))
-    tl.store(row + 11, tl.where(known, absmax, nothing))
-    tl.store(row + 12, l2)
-    place = tl.arange(0, 16)
-    taken = tl.minimum(count, 1.0 * _FIRST).to(tl.int32)
-    fresh = (place >= taken) & (place < _FIRST)
-    raw = tl.load(head + (place - taken), mask=fresh & (place - taken < size), other=0)
-    value, magnitude = _decode(raw, F)
-    infinity = tl.where(value > 0, float("inf"), float("-inf"))
-    value = tl.where(magnitude > F.top, infinity, value)
-    missing = (magnitude >= F.nan) | (place - taken >= size)
-    tl.store(row + _MOMENTS + place, tl.where(missing, nothing, value.to(tl.float64)), mask=fresh)
-
-
-@triton.jit(do_not_specialize=["head", "row", "parts", "stride", "counters", "size", "tiles"])
-def _one(x, head, row, parts, stride, counters, size, tiles, LANES: tl.constexpr, F: tl.constexpr):
-    """One tensor: each program takes `tiles` tiles of it."""
-    TILE: tl.constexpr = LANES * (128 // F.bits)
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * tiles * TILE
-    stop = tl.minimum(start + tiles * TILE, size)
-    _span(x, start, stop, parts + program, stride, LANES, F)
-    tl.debug_barrier()
-    programs = tl.num_programs(0)
-    if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
-        _finish(parts, stride, 0, programs, head, size, row, F)
-        tl.store(counters, 0)  # for the next launch on this stream
-
-
-@triton.jit(do_not_specialize=["rows", "pitch", "parts", "stride", "counters", "tiles"])
-def _many(table, rows, pitch, parts, stride, counters, tiles, LANES: tl.constexpr, F: tl.constexpr):
-    """Many tensors: `table` says which one a program works on, and where that one lies."""
-    TILE: tl.constexpr = LANES * (128 // F.bits)
-    program = tl.program_id(0)
-    tensor = tl.load(table + program)
-    entry = table + tl.num_programs(0) + tensor * 5
-    x = tl.multiple_of(tl.load(entry).to(tl.pointer_type(F.element)), 16)
-    size = tl.load(entry + 1)
-    first = tl.load(entry + 2)
-    programs = tl.load(entry + 3)
-    row = rows + tl.load(entry + 4) * pitch
-    start = (program - first) * tiles * TILE
-    stop = tl.minimum(start + tiles * TILE, size)
-    _span(x, start, stop, parts + program, stride, LANES, F)
-    tl.debug_barrier()
-    if tl.atomic_add(counters + tensor, 1, sem="acq_rel") == programs - 1:
-        _finish(parts, stride, first, programs, x, size, row, F)
-        tl.store(counters + tensor, 0)
-
-
-# --- On the host ------------------------------------------------------------------------------
 
 
 def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> bool:
@@ -368,176 +37,200 @@ def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> bool:
 
     While a graph is captured, a kernel must not be compiled: then only what ran before is used.
     """
-    seen = _readable(tensor, row)
-    if seen is None:
+    index = tensor.get_device()
+    seen = _readable(tensor)
+    if seen is None or not _is_row(row, index):
         return False
     values, head, form = seen
-    size = values.numel()
+    size, address = values.numel(), values.data_ptr()
     if not size:
         return True
-    with _on(values.device):
-        capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-        variant = (values.device, form, values.data_ptr() % 16 == 0, size >= 1 << 31)
-        if capturing and variant not in _COMPILED:
-            return False
-        tile = _LANES * (128 // form.bits)
-        tiles = -(-size // (tile * _most_programs(values.device)))
-        programs = -(-size // (tile * tiles))
-        scratch = _scratch(values.device, programs, 1, fresh=capturing)
-        _one[(programs,)](
-            values,
-            head,
-            row,
-            scratch.parts,
-            scratch.parts.shape[1],
-            scratch.counters,
-            size,
-            tiles,
-            LANES=_LANES,
-            F=form,
-            num_warps=_WARPS,
-        )
-        if not capturing:
-            _COMPILED.add(variant)
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return accumulate(tensor, row)
+    capturing = _capturing(index)
+    variant = ("one", index, form, not address % 16, size < 1 << 31)
+    if capturing and variant not in _KERNELS:
+        return False
+    tile = _LANES * (128 // form.bits)
+    tiles = -(-size // (tile * _most_programs(index)))
+    programs = -(-size // (tile * tiles))
+    parts, counters = _scratch(index, programs, 1, fresh=capturing)
+    _launch(
+        kernels.accumulate_one, variant, programs, form,
+        values, head, row, parts, programs, counters, size, tiles,
+    )  # fmt: skip
     return True
 
 
-def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[int]:
+def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> Sequence[int]:
     """Merge tensors into their rows, a launch for each dtype; returns which are still to do."""
-    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        return list(range(len(tensors)))  # a graph would read the table after it is gone
-    left: list[int] = []
-    groups: dict[_Format, list[tuple[int, int, int]]] = {}
-    for i, tensor in enumerate(tensors):
-        seen = _readable(tensor, rows) if tensor.is_contiguous() else None
-        if seen is None or seen[0].data_ptr() % 16:
-            left.append(i)
-        elif size := seen[0].numel():
-            groups.setdefault(seen[2], []).append((seen[0].data_ptr(), size, i))
-    with _on(rows.device):
-        for form, group in groups.items():
-            table, programs, tiles = _table(rows.device, form, tuple(group))
-            scratch = _scratch(rows.device, programs, len(group), fresh=False)
-            _many[(programs,)](
-                table,
-                rows,
-                rows.stride(0),
-                scratch.parts,
-                scratch.parts.shape[1],
-                scratch.counters,
-                tiles,
-                LANES=_LANES,
-                F=form,
-                num_warps=_WARPS,
-            )
+    index = rows.get_device()
+    if not rows.is_contiguous() or not _is_row(rows[:1], index) or _capturing(index):
+        return range(len(tensors))  # a graph would read the table after it is gone
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return accumulate_many(tensors, rows)
+    groups, left = _plan(index, tensors)
+    for group in groups:
+        parts, counters = _scratch(index, group.programs, group.tensors, fresh=False)
+        variant = ("many", index, group.form, True, True)
+        _launch(
+            kernels.accumulate_many, variant, group.programs, group.form,
+            group.table, rows, parts, group.programs, counters, group.tiles,
+        )  # fmt: skip
     return left
 
 
-_COMPILED: set[tuple[torch.device, _Format, bool, bool]] = set()
+_Variant = tuple[str, int, Format, bool, bool]
+_KERNELS: dict[_Variant, Any] = {}
 
 
-def _readable(
-    tensor: torch.Tensor, row: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, _Format] | None:
+def _launch(jit: Any, variant: _Variant, programs: int, form: Format, *args: Any) -> None:
+    """Run a kernel on the current stream: the one kept for this variant, or a new one."""
+    kernel = _KERNELS.get(variant)
+    if kernel is None:
+        options = {"LANES": _LANES, "F": form, "num_warps": _WARPS}
+        _KERNELS[variant] = jit[(programs,)](*args, **options)
+    else:
+        plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        kernel[(programs, 1, 1)](*plain, _LANES, form)
+
+
+def _is_row(row: torch.Tensor, index: int) -> bool:
+    return (
+        row.get_device() == index
+        and row.dtype is torch.float64
+        and row.numel() == WIDTH
+        and row.is_contiguous()
+    )
+
+
+def _capturing(index: int) -> bool:
+    return index >= 0 and torch.cuda.is_current_stream_capturing()
+
+
+def _readable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format] | None:
     """The elements in the order of memory, a tensor that starts with the first ones, the format.
 
     The order does not matter to a summary, so a dense tensor is read as it lies.
     """
-    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided:
+    if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_neg():
         return None
-    if row.dtype != torch.float64 or tensor.is_neg() or tensor.is_conj():
-        return None
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    form = _FORMATS.get(values.dtype)
+    values = tensor
+    if tensor.is_complex():
+        if tensor.is_conj():
+            return None
+        values = torch.view_as_real(tensor.detach())
+    form = FORMATS.get(values.dtype)
     if form is None:
         return None
     if form.bits == 8:
-        values = values.view(torch.uint8)
+        values = values.detach().view(torch.uint8)
     if values.is_contiguous():
         return values, values, form
+    values = values.detach()
     dense = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True))
     if not dense.is_contiguous():
         return None
     return dense, first_elements(values, FIRST).contiguous(), form
 
 
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Launch on this device, whatever the current one is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        yield
-    else:
-        with torch.cuda.device(device):
-            yield
-
-
 @cache
-def _most_programs(device: torch.device) -> int:
-    if device.type != "cuda":
+def _most_programs(index: int) -> int:
+    if index < 0:
         return 4
-    return _PER_SM * int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return _PER_SM * int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-@dataclass(frozen=True)
-class _Scratch:
-    parts: torch.Tensor  # _PARTIAL rows: a column for each program
-    counters: torch.Tensor  # zero between launches: the last program sees to that
+def _stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
 
 
-_SCRATCH: dict[tuple[torch.device, int], _Scratch] = {}
+_SCRATCH: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
-def _scratch(device: torch.device, programs: int, tensors: int, *, fresh: bool) -> _Scratch:
-    """Room for partials on the current stream, kept for it since launches on it do not overlap.
+def _scratch(
+    index: int, programs: int, tensors: int, *, fresh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for partials, and counters that are zero between launches: the last program sees to it.
 
-    A graph may be replayed on any stream beside any other, so a captured launch gets its own.
+    Kept for the current stream, since launches on one stream do not overlap. A graph may be
+    replayed on any stream beside any other, so a captured launch gets its own.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    kept = None if fresh else _SCRATCH.get((device, stream))
-    if kept is not None and kept.parts.shape[1] >= programs and kept.counters.shape[0] >= tensors:
+    key = (index, _stream(index))
+    kept = None if fresh else _SCRATCH.get(key)
+    if kept is not None and kept[0].numel() >= programs * PARTIAL and kept[1].numel() >= tensors:
         return kept
+    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     if not fresh:
-        programs, tensors = max(programs, _most_programs(device)), max(tensors, 256)
+        programs, tensors = max(programs, _most_programs(index)), max(tensors, 256)
     with torch.inference_mode(False):
-        scratch = _Scratch(
-            torch.empty(_PARTIAL, programs, dtype=torch.float64, device=device),
+        scratch = (
+            torch.empty(programs * PARTIAL, dtype=torch.float64, device=device),
             torch.zeros(tensors, dtype=torch.int32, device=device),
         )
     if not fresh:
-        _SCRATCH[device, stream] = scratch
+        _SCRATCH[key] = scratch
     return scratch
 
 
-_Group = tuple[tuple[int, int, int], ...]
-_TABLES: OrderedDict[tuple[torch.device, int, _Format, _Group], tuple[torch.Tensor, int, int]]
-_TABLES = OrderedDict()
-_TABLES_KEPT = 16
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Tensors of one format that share a launch."""
+
+    form: Format
+    table: torch.Tensor
+    programs: int
+    tiles: int
+    tensors: int
 
 
-def _table(device: torch.device, form: _Format, group: _Group) -> tuple[torch.Tensor, int, int]:
-    """What `_many` reads: each program's tensor, then each tensor's address, size, first program,
-    number of programs and row. Kept, since parameters lie where they lay a step ago.
+_PLANS: OrderedDict[Any, tuple[list[_Group], list[int]]] = OrderedDict()
+_PLANS_KEPT = 16
+
+
+def _plan(index: int, tensors: Sequence[torch.Tensor]) -> tuple[list[_Group], list[int]]:
+    """The launches for these tensors, and which of them need their own.
+
+    Kept for a few sets, since parameters lie where they lay a step ago, and gradients often do.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (device, stream, form, group)
-    found = _TABLES.get(key)
+    key = (
+        index,
+        _stream(index),
+        *[(t.data_ptr(), t.numel(), t.dtype, t.is_contiguous(), type(t)) for t in tensors],
+    )
+    found = _PLANS.get(key)
     if found is not None:
-        _TABLES.move_to_end(key)
+        _PLANS.move_to_end(key)
         return found
+    left: list[int] = []
+    members: dict[Format, list[tuple[int, int, int]]] = {}
+    for i, tensor in enumerate(tensors):
+        seen = _readable(tensor) if tensor.is_contiguous() else None
+        if seen is None or seen[0].data_ptr() % 16 or tensor.get_device() != index:
+            left.append(i)
+        elif size := seen[0].numel():
+            members.setdefault(seen[2], []).append((seen[0].data_ptr(), size, i))
+    found = [_group(index, form, some) for form, some in members.items()], left
+    _PLANS[key] = found
+    if len(_PLANS) > _PLANS_KEPT:
+        _PLANS.popitem(last=False)
+    return found
+
+
+def _group(index: int, form: Format, members: list[tuple[int, int, int]]) -> _Group:
+    """What the kernel reads: each program's tensor, then each tensor's address, size, first
+    program, number of programs and row.
+    """
     tile = _LANES * (128 // form.bits)
-    address, size, row = np.array(group, dtype=np.int64).T
-    tiles = max(8, -(-int(size.sum()) // (tile * _MOST)))
+    address, size, row = np.array(members, dtype=np.int64).T
+    tiles = max(4, -(-int(size.sum()) // (tile * _MOST)))
     programs = -(-size // (tile * tiles))
     first = np.cumsum(programs) - programs
-    owner = np.repeat(np.arange(len(group)), programs)
+    owner = np.repeat(np.arange(len(members)), programs)
     entries = np.stack([address, size, first, programs, row], axis=1)
-    host = torch.from_numpy(np.concatenate([owner, entries.ravel()]))
-    if device.type == "cuda":
-        host = host.pin_memory()  # from where a copy is only enqueued
-    found = host.to(device, non_blocking=True), len(owner), tiles
-    _TABLES[key] = found
-    if len(_TABLES) > _TABLES_KEPT:
-        _TABLES.popitem(last=False)
-    return found
+    table = torch.from_numpy(np.concatenate([owner, entries.ravel()]))
+    if index >= 0:  # from pinned memory, a copy is only enqueued
+        table = table.pin_memory().to(torch.device("cuda", index), non_blocking=True)
+    return _Group(form, table, len(owner), tiles, len(members))
