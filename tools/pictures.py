@@ -30,7 +30,42 @@ def main() -> None:
             tensortap("record", "tensortap.demo:build", "-o", path, "--mode", mode, *layers)
         picture = str(DOCS / "differences.png")
         tensortap("plot", *modes, "--layer", "blocks.4", "-o", picture)
+        training(f"{folder}/runs/train")
+        picture = str(DOCS / "training.png")
+        tensortap("plot", "runs/train", "-o", picture, cwd=Path(folder))
         pages(Path(folder))
+
+
+def training(path: str) -> None:
+    """A small transformer learns to say a sequence backwards, and is watched."""
+    import torch
+    from torch import nn
+
+    import tensortap as tap
+
+    torch.manual_seed(0)
+    layer = {"dim_feedforward": 64, "batch_first": True, "dropout": 0.0, "norm_first": True}
+    blocks = [nn.TransformerEncoderLayer(32, 4, **layer) for _ in range(8)]
+    model = nn.Sequential()
+    model.embedding, model.blocks = nn.Embedding(16, 32), nn.Sequential(*blocks)
+    model.head = nn.Linear(32, 16)
+    places = nn.Parameter(torch.randn(8, 32) * 0.5)
+    model.embedding.register_parameter("places", places)
+    model.embedding.register_forward_hook(lambda module, given, out: out + places)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    chosen = {"layers": "blocks.{0-7}", "params": "blocks.*"}
+    with tap.watch(model, path, every=2, updates=True, **chosen) as watch:
+        for step in range(300):
+            watch.epoch(step // 100)
+            for group in optimizer.param_groups:
+                group["lr"] = 2e-3 * min(1.0, (step + 1) / 30)
+            tokens = torch.randint(16, (32, 8))
+            guess = model(tokens)
+            loss = nn.functional.cross_entropy(guess.flatten(0, 1), tokens.flip(1).flatten())
+            loss.backward()
+            watch.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def pages(folder: Path) -> None:

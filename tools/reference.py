@@ -15,8 +15,8 @@ HEAD = """# Commands
 
 Made by `make pictures` from the commands themselves. Every command takes `--json` (data on \
 stdout; notes and progress always go to stderr) and `--help`, respects `NO_COLOR`, and exits with \
-0 when it is done, 1 when the answer is "unhealthy" (`check`) or "these differ" (`compare`), and 2 \
-when there is trouble, which it says in a sentence.
+0 when it is done, 1 when the answer is "unhealthy" (`check`, `show --follow`) or "these differ" \
+(`compare`), and 2 when there is trouble, which it says in a sentence.
 """
 
 
