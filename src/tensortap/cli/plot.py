@@ -149,7 +149,7 @@ def _steps(
         **{**wishes, "port": choose_port(wishes["port"])},
     )
     found = ways(records)
-    steps = len({(r.epoch, r.batch) for r in records})
+    steps = max(len(way.values) for way in found)
     what = recording.path if layer is None else f"{layer_name(layer)} of {recording.path}"
     with progress("Drawing"):
         plotted = plot_steps(
