@@ -20,9 +20,7 @@ import logging
 import os
 import sys
 import threading
-import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -33,21 +31,21 @@ from torch import nn
 
 from ..errors import OptionError, RecordingError
 from ..numerics import summarize
-from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import choose_layers, whole_number, whole_numbers, with_single
 from .config import read_config
 from .held import Entry, Held, Shelf
 from .listening import Heard, Listening
+from .moments import Moments, When
 from .outputs import put_together
 from .run import Keep, Run
 from .saving import Files, SaveFormat, save_custom
 from .spill import Maps
+from .words import Words, reason_of
 
 __all__ = ["Monitor"]
 
 Condition = Callable[[str, Any], bool]
-_When = tuple[int, int, int]  # epoch, batch, call
 
 _log = logging.getLogger("tensortap.monitor")
 _live: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
@@ -114,19 +112,13 @@ class Monitor:
         self.sample_every = whole_number("sample_every", sample_every, least=1)
         self.memory_limit = whole_number("memory_limit", memory_limit)
         self._chosen = chosen
-        self._epochs, self._batches = frozenset(epochs), frozenset(batches or ())
+        self._moments = Moments(epochs, batches or (), self.sample_every)
+        self._words = Words(self.output_dir)
         self._condition = condition
         self._lock = threading.RLock()
         self._owner = os.getpid()
-        self._said: set[str] = set()
         self._failed: set[int] = set()
         self._heard: set[int] = set()
-        self._calls: Counter[tuple[int, int]] = Counter()  # in this epoch, by layer and batch
-        self._called: dict[int, int] = {}  # in earlier visits of an epoch
-        self._epoch: int | None = None
-        self._batch: int | None = None
-        self._forwards = 0
-        self._layer_calls: Counter[int] = Counter()
         self._paused = 0
         self._asking = False
         self._closed = False
@@ -163,7 +155,7 @@ class Monitor:
         atexit.register(self._at_exit)
         _live[self.output_dir.resolve()] = self
         if self._run.earlier:
-            self._warn("earlier", self._run.earlier)
+            self._words.once("earlier", self._run.earlier)
 
     @classmethod
     def from_config(
@@ -215,12 +207,12 @@ class Monitor:
     @property
     def current_epoch(self) -> int | None:
         """The epoch that runs; None before the first `set_epoch`."""
-        return self._epoch
+        return self._moments.epoch
 
     @property
     def current_batch_idx(self) -> int | None:
         """The batch that runs; None where it was not said in this epoch."""
-        return self._batch
+        return self._moments.batch
 
     def set_epoch(self, epoch: int) -> None:
         """An epoch begins. What is held of the one before is saved, if nobody did, and cleared.
@@ -229,24 +221,18 @@ class Monitor:
         """
         number = whole_number("epoch", epoch)
         with self._lock:
-            if number == self._epoch:
+            if number == self._moments.epoch:
                 return
             if not self._closed:
                 self._save_unsaved()
             self.clear_current_epoch_data()
-            if self._epoch is not None:
-                self._batch = None
-                most = max(self._calls.values(), default=0)
-                self._called[self._epoch] = self._called.get(self._epoch, 0) + most
-            self._calls.clear()
-            self._epoch = number
-            self._forwards = 0
-            self._layer_calls.clear()
-            _log.debug("epoch %d begins%s", number, "" if self._recorded() else ", not recorded")
+            self._moments.begin_epoch(number)
+            recorded = "" if self._moments.recorded else ", not recorded"
+            _log.debug("epoch %d begins%s", number, recorded)
 
     def set_batch_idx(self, batch_idx: int) -> None:
         """A batch begins: its position in the epoch, from 0."""
-        self._batch = whole_number("batch_idx", batch_idx)
+        self._moments.batch = whole_number("batch_idx", batch_idx)
 
     def create_epoch_callback(self) -> Callable[[int], None]:
         """A function for a training function to call when an epoch begins."""
@@ -369,7 +355,7 @@ class Monitor:
             self._run.close(failure, notes, [*self._files.written, *self._custom])
             if failure is None:
                 for note in self._silent():
-                    self._warn("silent", note)
+                    self._words.once("silent", note)
             self._report()
 
     @property
@@ -386,63 +372,66 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(None if error is None else said(error))
+        self.close(None if error is None else reason_of(error))
 
     def _at_exit(self) -> None:
         """The interpreter ends and nobody called remove_hooks: what was recorded is kept."""
         if os.getpid() == self._owner:
             error = getattr(sys, "last_value", None)
-            self.close(None if error is None else said(error))
+            self.close(None if error is None else reason_of(error))
 
     # Inside the forward pass.
 
     def _begin(self, args: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward of the whole model begins."""
         if not self._hears():
             return
         with self._lock:
-            self._forwards += 1
-            if self._epoch is None:
-                self._say_epoch_unsaid()
-            elif self._recorded():
-                moment = (self._epoch, self._position(None))
-                kept = any(self._keeps(index, moment[1]) for index in range(len(self._chosen)))
+            self._moments.begin_forward()
+            if self._moments.epoch is None:
+                self._words.epoch_unsaid()
+            elif self._moments.recorded:
+                batch = self._position()
+                kept = any(self._moments.keeps(one, batch) for one in self._chosen)
                 if kept and (args or kwargs):
-                    self._run.see_inputs(moment, args, kwargs)
+                    self._run.see_inputs((self._moments.epoch, batch), args, kwargs)
 
-    def _wants(self, index: int) -> _When | None:
+    def _wants(self, index: int) -> When | None:
         """When this call of a layer is, if it is to be kept."""
         if not self._hears() or index in self._failed:
             return None
+        moments, one = self._moments, self._chosen[index]
         with self._lock:
-            self._layer_calls[index] += 1
-            if self._epoch is None:
-                self._say_epoch_unsaid()
+            moments.hear(index)
+            if moments.epoch is None:
+                self._words.epoch_unsaid()
                 return None
-            if not self._recorded():
-                _log.debug("'%s' fired in epoch %d: not kept", self._chosen[index].key, self._epoch)
+            if not moments.recorded:
+                _log.debug("'%s' fired in epoch %d: not kept", one.key, moments.epoch)
                 return None
             batch = self._position(index)
-            where = (self._chosen[index].key, self._epoch, batch)
-            if not self._keeps(index, batch):
-                _log.debug("'%s' fired in epoch %d, batch %d: not kept", *where)
+            if not moments.keeps(one, batch):
+                _log.debug(
+                    "'%s' fired in epoch %d, batch %d: not kept", one.key, moments.epoch, batch
+                )
                 return None
-            call = self._called.get(self._epoch, 0) + self._calls[(index, batch)]
-            self._calls[(index, batch)] += 1
-            _log.debug("'%s' fired in epoch %d, batch %d, call %d", *where, call)
-            return self._epoch, batch, call
+            when = moments.next_call(index, batch)
+            _log.debug("'%s' fired in epoch %d, batch %d, call %d", one.key, *when)
+            return when
 
-    def _take(self, index: int, when: _When, heard: Heard) -> None:
+    def _position(self, index: int | None = None) -> int:
+        if self._moments.batch is None:
+            self._words.batch_unsaid()
+        return self._moments.position(index)
+
+    def _take(self, index: int, when: When, heard: Heard) -> None:
         one = self._chosen[index]
         with self._lock:
             if not self._hears() or not self._meets_condition(one.layer, heard):
                 return
             self._heard.add(index)
             if heard.form[0] == "none" and one.leaf:
-                self._warn(
-                    f"none {index}",
-                    f"The leaf that layers_to_monitor picks of '{one.layer}' is None (attention "
-                    "without need_weights=True returns no weights): there is nothing to keep.",
-                )
+                self._words.leaf_is_none(one.layer)
                 self._run.skip(one, "", "None stands where a tensor could")
                 return
             with unseen():
@@ -451,7 +440,7 @@ class Monitor:
                 summaries = [summarize(tensor) for tensor in tensors] if needed else []
                 self._run.add(one, heard.form, tensors, summaries, heard.devices, when)
                 entry = Entry(heard.form, list(tensors), summaries)
-                self._held.put(self._held.shelves[index], when[:2], entry, self._say_memory)
+                self._held.put(self._held.shelves[index], when[:2], entry, self._words.memory)
             self._report()
 
     def _meets_condition(self, layer: str, heard: Heard) -> bool:
@@ -462,11 +451,7 @@ class Monitor:
             with torch.no_grad():
                 return bool(self._condition(layer, put_together(heard.form, heard.tensors)))
         except Exception as error:  # a user's mistake must not end their training
-            self._warn(
-                "condition",
-                f"The condition raised {type(error).__name__}: {error}. The output is kept, and "
-                "so is every other for which it raises.",
-            )
+            self._words.condition(error)
             return True
         finally:
             self._asking = False
@@ -474,85 +459,26 @@ class Monitor:
     def _hears(self) -> bool:
         return not (self._closed or self._paused or self._asking or os.getpid() != self._owner)
 
-    def _recorded(self) -> bool:
-        return self._epoch in self._epochs
-
-    def _keeps(self, index: int, batch: int) -> bool:
-        if self._chosen[index].single:
-            return batch in self._batches
-        return batch % self.sample_every == 0
-
-    def _position(self, index: int | None) -> int:
-        """The batch that runs: as it was said, or how many forwards came before in this epoch."""
-        if self._batch is not None:
-            return self._batch
-        self._warn(
-            "batch",
-            "set_batch_idx was not called in this epoch before the model ran: batches are counted "
-            "as the model's forwards, from 0. Call monitor.set_batch_idx(batch_idx) before each "
-            "batch.",
-        )
-        if self._forwards:
-            return self._forwards - 1
-        return 0 if index is None else self._layer_calls[index] - 1
-
-    # Words.
-
-    def _say_epoch_unsaid(self) -> None:
-        self._warn(
-            "epoch",
-            "The model ran before set_epoch was called: nothing is recorded. Call "
-            "monitor.set_epoch(epoch) when an epoch begins, and monitor.set_batch_idx(batch_idx) "
-            "before each batch.",
-        )
-
-    def _say_memory(self, text: str) -> None:
-        self._warn("memory", text)
-
-    def _warn(self, key: str, text: str) -> None:
-        """Say a thing once."""
-        if key not in self._said:
-            self._said.add(key)
-            warnings.warn(text, TapWarning, stacklevel=_outside())
+    def _fail(self, index: int | None, error: Exception) -> None:
+        """Something of ours went wrong with a layer: hear it no more, say so, train on."""
+        if index is not None:
+            self._failed.add(index)
+        self._words.not_kept(None if index is None else self._chosen[index].layer, error)
 
     def _report(self) -> None:
         if self._run.failure is not None:
-            self._warn(
-                "run",
-                f"tensortap stopped recording to {self.output_dir}: {self._run.failure}. The "
-                "monitor goes on without its recording.",
-            )
-
-    def _fail(self, index: int | None, error: Exception) -> None:
-        """Something of ours went wrong with a layer: hear it no more, say so, train on."""
-        what = "the model's inputs" if index is None else f"'{self._chosen[index].layer}'"
-        if index is not None:
-            self._failed.add(index)
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, LookupError) else error
-        self._warn(
-            f"fail {index}",
-            f"The monitor could not keep {what} ({text}) and listens to it no more. Training runs "
-            "on.",
-        )
+            self._words.recording_stopped(self._run.failure)
 
     def _silent(self) -> list[str]:
-        """Layers that were never heard although an epoch to record was run."""
+        """Layers that were never heard although training went on."""
         silent = [index for index in range(len(self._chosen)) if index not in self._heard]
-        if self._epoch is None or not silent or self._failed:
+        epoch = self._moments.epoch
+        if epoch is None or not silent or self._failed:
             return []
         if len(silent) == len(self._chosen):
-            return [
-                f"Nothing was recorded in {self.output_dir}: no monitored layer ran in the epochs "
-                f"{_some(self.epochs_to_record)}"
-                + (f" and batches {_some(self.batch_indices)}." if self.batch_indices else ".")
-                + f" The last epoch was {self._epoch}."
-            ]
-        names = ", ".join(f"'{self._chosen[index].layer}'" for index in silent[:8])
-        return self._listening.explain(silent) or [
-            f"Nothing was heard from {len(silent)} of {len(self._chosen)} layers: {names}"
-            f"{', …' if len(silent) > 8 else ''}. They did not run in what is recorded, or were "
-            "called by .forward() directly, which skips hooks."
-        ]
+            return [self._words.nothing(self.epochs_to_record, self.batch_indices, epoch)]
+        names = [self._chosen[index].layer for index in silent]
+        return self._listening.explain(silent) or [self._words.silent(names, len(self._chosen))]
 
     # Shelves.
 
@@ -625,12 +551,7 @@ class Monitor:
                     paths.append(path)
                     _log.debug("saved '%s' to %s", shelf.key, path)
         except Exception as error:  # the disk's trouble, or ours, and not the model's
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._warn(
-                f"save {shelf.key}",
-                f"The outputs of '{shelf.key}' could not be saved to {self.output_dir}: {reason}. "
-                "Training runs on.",
-            )
+            self._words.not_saved(shelf.key, error)
         return paths
 
     def _make_folder(self) -> None:
@@ -644,30 +565,7 @@ class Monitor:
         other = _live.get(self.output_dir.resolve())
         if other is not None:
             other.close()
-            self._warn(
-                "live",
-                f"Another monitor was still writing to {self.output_dir}: its hooks were removed. "
-                "Call remove_hooks() when training is over, and give each its own output_dir.",
-            )
-
-
-def said(error: BaseException) -> str:
-    """An exception as the manifest says it."""
-    text = f": {error}" if str(error) else ""
-    return f"the run raised {type(error).__name__}{text}"
-
-
-def _outside() -> int:
-    """The stacklevel of the first frame that is neither ours nor torch's."""
-    level, frame = 1, sys._getframe(1)
-    here = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _some(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 12 else f"[{', '.join(map(str, numbers[:12]))}, …]"
+            self._words.still_writing()
 
 
 def _check_options(output_dir: Any, save_format: Any, condition: Any, keep: Any) -> None:

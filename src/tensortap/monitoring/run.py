@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class Run:
         mode: str | None,
         about: dict[str, Any],
     ) -> None:
-        self.rank = rank()
+        self.rank = _rank()
         self.earlier: str | None = None
         self._keep = keep
         self._claim: Claim | None = None
@@ -145,6 +146,14 @@ class Run:
                 )
             )
         return site
+
+
+def _rank() -> int:
+    """The rank of this process; of one that has not joined its group yet, from its launcher."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return rank()
+    said = os.environ.get("RANK", "")
+    return int(said) if said.isdecimal() else 0
 
 
 def _absent(form: Form, leaf: str) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from ..errors import OptionError
 from ..taps.session import TapWarning
-from .monitor import Monitor, said
+from .monitor import Monitor
+from .words import reason_of
 
 __all__ = ["MonitoredTrainer"]
 
@@ -71,7 +72,7 @@ class MonitoredTrainer:
                 args, kwargs = _with(signature, args, kwargs, {n: ours[n] for n in taken})
                 result = fn(*args, **kwargs)
             except BaseException as error:
-                monitor.close(said(error))
+                monitor.close(reason_of(error))
                 raise
             monitor.remove_hooks()
             return result
