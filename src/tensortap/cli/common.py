@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchOption",
     "CallOption",
+    "EpochOption",
     "Folder",
     "JsonOption",
     "LayersOption",
@@ -70,6 +71,7 @@ PortOption = Annotated[
 LeafOption = Annotated[
     MaybeText, typer.Option("--leaf", help="The leaf of a nested output, as [0] or .logits.")
 ]
+EpochOption = Annotated[MaybeInt, typer.Option("--epoch", help="The epoch, from 0.")]
 BatchOption = Annotated[MaybeInt, typer.Option("--batch", help="The batch, from 0.")]
 CallOption = Annotated[MaybeInt, typer.Option("--call", help="The call in a batch, from 0.")]
 PartialOption = Annotated[

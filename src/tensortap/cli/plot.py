@@ -12,6 +12,7 @@ from ..errors import OptionError
 from .common import (
     BatchOption,
     CallOption,
+    EpochOption,
     JsonOption,
     LeafOption,
     MaybeText,
@@ -50,6 +51,7 @@ def plot(
         ),
     ] = None,
     port: PortOption = None,
+    epoch: EpochOption = None,
     batch: BatchOption = None,
     call: CallOption = None,
     leaf: LeafOption = None,
@@ -59,7 +61,7 @@ def plot(
     """Draw a layer, a training run over its steps, or the differences between recordings."""
     from ..recording.schema import MANIFEST
 
-    wishes = {"port": port, "leaf": leaf, "batch": batch, "call": call}
+    wishes = {"port": port, "leaf": leaf, "epoch": epoch, "batch": batch, "call": call}
     if layer is None and len(places) == 1:
         _run(places[0], output, wishes, partial, json)
         return
@@ -104,6 +106,7 @@ def _one(
                 "layer": record.layer,
                 "port": record.port,
                 "leaf": record.leaf,
+                "epoch": record.epoch,
                 "batch": record.batch,
                 "call": record.call,
                 "notes": list(plotted.notes),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import OptionError
 from .common import (
     DONE,
     BatchOption,
     CallOption,
+    EpochOption,
     Folder,
     JsonOption,
     LayersOption,
@@ -32,6 +34,7 @@ def show(
     ] = None,
     layers: LayersOption = None,
     port: PortOption = None,
+    epoch: EpochOption = None,
     batch: BatchOption = None,
     call: CallOption = None,
     each: Annotated[
@@ -55,12 +58,15 @@ def show(
 ) -> int:
     """Show the layers of a recording, or one layer in detail; --follow one that trains."""
     if follow:
-        return _follow(folder, layer, layers or [], port, batch, call, each, timeout, json)
+        if each or any(wish is not None for wish in (epoch, batch, call)):
+            raise OptionError("--follow shows the last step alone: give no moment and no --each.")
+        return _follow(folder, layer, layers or [], port, timeout, json)
     recording = open_recording(folder, partial=partial)
+    moment = {"epoch": epoch, "batch": batch, "call": call}
     if layer is None:
-        _all(recording, layers or [], port, batch, call, each, json)
+        _all(recording, layers or [], port, moment, each, json)
     else:
-        _one(recording, layer, port, batch, call, json)
+        _one(recording, layer, port, moment, json)
     print_notes(recording.notes)
     return DONE
 
@@ -70,17 +76,11 @@ def _follow(
     layer: str | None,
     layers: list[str],
     port: str | None,
-    batch: int | None,
-    call: int | None,
-    each: bool,
     timeout: float,
     as_json: bool,
 ) -> int:
-    from ..errors import OptionError
     from .follow import follow
 
-    if batch is not None or call is not None or each:
-        raise OptionError("--follow shows the last step: it takes no --batch, --call or --each.")
     patterns = [*layers, *([layer] if layer is not None else [])]
     return follow(folder, patterns, port, timeout=timeout, as_json=as_json)
 
@@ -89,8 +89,7 @@ def _all(
     recording: Recording,
     patterns: list[str],
     port: str | None,
-    batch: int | None,
-    call: int | None,
+    moment: dict[str, Any],
     each: bool,
     as_json: bool,
 ) -> None:
@@ -104,10 +103,9 @@ def _all(
     records = choose_records(
         (record for record in recording.records if record.layer in wanted),
         port=choose_port(port),
-        batch=batch,
-        call=call,
+        **moment,
     )
-    watched = is_watched(recording) and not each and batch is None and call is None
+    watched = is_watched(recording) and not each and not _is_one(moment)
     with progress("Reading") as advance:
         found = ways(records) if watched else []
         rows = watched_rows(found) or layer_rows(records, each=each, progress=advance)
@@ -139,8 +137,7 @@ def _one(
     recording: Recording,
     name: str,
     port: str | None,
-    batch: int | None,
-    call: int | None,
+    moment: dict[str, Any],
     as_json: bool,
 ) -> None:
     from ..recording.series import is_watched
@@ -150,10 +147,10 @@ def _one(
     from ..selection.recorded import choose_port, choose_records, find_layer
 
     layer = find_layer(recording, name)
-    records = choose_records(layer.records, port=choose_port(port), batch=batch, call=call)
-    watched = is_watched(recording) and batch is None and call is None
+    records = choose_records(layer.records, port=choose_port(port), **moment)
+    watched = is_watched(recording) and not _is_one(moment)
     if watched and not as_json:
-        _over_steps(recording, layer.name, port)
+        _over_steps(recording, layer.name, port, moment)
         return
     with progress("Reading") as advance:
         view = view_layer(recording, layer, records, progress=advance)
@@ -168,7 +165,12 @@ def _one(
     print_layer(stdout(), view)
 
 
-def _over_steps(recording: Recording, layer: str, port: str | None) -> None:
+def _is_one(moment: dict[str, Any]) -> bool:
+    """Whether a single step is asked for; an epoch is many."""
+    return moment["batch"] is not None or moment["call"] is not None
+
+
+def _over_steps(recording: Recording, layer: str, port: str | None, moment: dict[str, Any]) -> None:
     """One layer of a watched run and what is inside it, over the steps."""
     from ..reporting.console import print_table, stdout
     from ..reporting.tables import header
@@ -176,7 +178,7 @@ def _over_steps(recording: Recording, layer: str, port: str | None) -> None:
     from ..selection.recorded import choose_port, choose_records
 
     inside = [r for r in recording.records if r.layer == layer or r.layer.startswith(f"{layer}.")]
-    found = ways(choose_records(inside, port=choose_port(port)))
+    found = ways(choose_records(inside, port=choose_port(port), **moment))
     console = stdout()
     console.print(header(recording), style="dim")
     for made in (scalars_table(found), watched_table(found)):

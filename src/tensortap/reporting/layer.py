@@ -241,9 +241,10 @@ def _print_section(console: Console, section: Section) -> None:
         )
     )
     if section.others:
+        epoch = f"epoch {r.epoch}, " if r.epoch else ""
+        others = text.plural(section.others, "other record")
         console.print(
-            f"  batch {r.batch}, call {r.call}; {text.plural(section.others, 'other record')} "
-            "(choose with --batch and --call)",
+            f"  {epoch}batch {r.batch}, call {r.call}; {others} (choose with --batch and --call)",
             style="dim",
         )
     console.print(f"  First {len(s.first)}: {', '.join(_value(v) for v in s.first)}")

@@ -75,8 +75,9 @@ def _title(record: Record) -> str:
     leaf = f" {record.leaf}" if record.leaf else ""
     name = fit(f"{text.layer_name(record.layer)} · {record.port}{leaf}", 70)
     parts = [name, text.shape(record.shape), record.dtype]
-    if record.batch or record.call:
-        parts.append(f"batch {record.batch}, call {record.call}")
+    if record.epoch or record.batch or record.call:
+        epoch = f"epoch {record.epoch}, " if record.epoch else ""
+        parts.append(f"{epoch}batch {record.batch}, call {record.call}")
     if s.nan:
         parts.append(f"{text.count(s.nan)} NaN")
     if s.posinf + s.neginf:
