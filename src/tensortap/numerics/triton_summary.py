@@ -28,7 +28,7 @@ __all__ = ["accumulate", "accumulate_many"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _LANES, _WARPS = 512, 8
-_PER_SM = 8
+_PER_SM = 4  # programs: more cost middling tensors more than they bring large ones
 _MOST = 1 << 14  # programs of a launch for many tensors
 
 
@@ -93,8 +93,8 @@ def _launch(jit: Any, variant: _Variant, programs: int, form: Format, *args: Any
         options = {"LANES": _LANES, "F": form, "num_warps": _WARPS}
         _KERNELS[variant] = jit[(programs,)](*args, **options)
     else:
-        plain = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        kernel[(programs, 1, 1)](*plain, _LANES, form)
+        plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+        kernel[(programs, 1, 1)](*plain, _LANES, form, stream=_stream(variant[1]))
 
 
 def _is_row(row: torch.Tensor, index: int) -> bool:
@@ -144,7 +144,8 @@ def _most_programs(index: int) -> int:
 
 
 def _stream(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream) if index >= 0 else 0
+    """The current stream's address, without the object around it."""
+    return int(torch._C._cuda_getCurrentRawStream(index)) if index >= 0 else 0
 
 
 _SCRATCH: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
