@@ -47,9 +47,10 @@ class Clock:
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
+        apart: Any = torch.compiler.disable  # a compiled step has no business in our code
         self._handles = [
-            register_optimizer_step_pre_hook(self._pre),
-            register_optimizer_step_post_hook(self._post),
+            register_optimizer_step_pre_hook(apart(self._pre)),
+            register_optimizer_step_post_hook(apart(self._post)),
         ]
 
     def detach(self) -> None:

@@ -94,7 +94,7 @@ class Journal:
         """Take a step over. One that the loop has judged finds its place in the ring at once."""
         if entry.alarms is not None:
             self._sort_in(entry, entry.gathered.step(), entry.alarms)
-            if not (entry.wanted or self._is_time()):
+            if not (entry.wanted or entry.gathered.scalars or self._is_time()):
                 return
         self._queue.append(entry)  # not woken for it: that would cost the loop more than a look
 
@@ -151,6 +151,8 @@ class Journal:
             self._write(earlier, {})
         if entry.wanted:
             self._write(step, entry.held)
+        for name, value in step.scalars.items():  # kept at every step, due or not
+            self._write_scalar(step, name, value)
         if (entry.due or alarms) and len(self._sinks):
             self._tell_sinks(step, alarms)
         self._tell_live(step, entry.every, alarms)
@@ -165,8 +167,6 @@ class Journal:
                 self._writer.line(number, moment, self._writer.take(tensor))
             else:
                 self._writer.summary_line(number, moment, step.table[row])
-        for name, value in step.scalars.items():
-            self._write_scalar(step, name, value)
 
     def _number(self, site: Site) -> int:
         """The writer's number of a site; by identity, for the same sites come in every step."""

@@ -33,10 +33,19 @@ _DENSE_LIMIT = 1 << 28
 @dataclass(eq=False)
 class _Parameter:
     layer: str
-    leaf: str
     type: str
-    values: nn.Parameter
+    module: nn.Module
+    name: str
     before: torch.Tensor | None = None
+
+    @property
+    def leaf(self) -> str:
+        return f".{self.name}"
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """What the module holds now: a parameter may be replaced while training."""
+        return self.module._parameters.get(self.name)
 
 
 class Parameters:
@@ -61,7 +70,7 @@ class Parameters:
     def grads(self) -> Iterator[tuple[Site, torch.Tensor]]:
         """The gradients that are there now, where they are plain."""
         for parameter in self._parameters:
-            grad = parameter.values.grad
+            grad = _grad(parameter.values)
             if grad is not None and is_plain(grad):
                 yield self._site(parameter, "grad_param", grad), grad
 
@@ -70,7 +79,7 @@ class Parameters:
 
     def take_grads(self) -> None:
         self._take(
-            ((parameter, parameter.values.grad) for parameter in self._parameters), "grad_param"
+            ((parameter, _grad(parameter.values)) for parameter in self._parameters), "grad_param"
         )
 
     def remember(self, how: Updates) -> None:
@@ -78,7 +87,8 @@ class Parameters:
         with unseen(), torch.no_grad():
             for parameter in self._parameters:
                 values = _local(parameter.values)
-                if values is None or not parameter.values.requires_grad:
+                if values is None or not values.requires_grad:
+                    parameter.before = None
                     continue
                 now = values if how == "exact" else _sample(values)
                 if parameter.before is None or parameter.before.shape != now.shape:
@@ -157,12 +167,16 @@ def _parameters(model: nn.Module, layers: bool | str | Sequence[str]) -> Iterato
         for name, values in site.module._parameters.items():
             if values is not None and id(values) not in seen:
                 seen.add(id(values))
-                yield _Parameter(site.name, f".{name}", site.type, values)
+                yield _Parameter(site.name, site.type, site.module, name)
 
 
-def _local(values: torch.Tensor) -> torch.Tensor | None:
+def _grad(values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else values.grad
+
+
+def _local(values: torch.Tensor | None) -> torch.Tensor | None:
     """The plain memory behind a parameter; None where there is none."""
-    if is_plain(values):
+    if values is None or is_plain(values):
         return values
     if hasattr(values, "to_local"):
         local = values.to_local()

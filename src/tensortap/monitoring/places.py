@@ -85,6 +85,7 @@ class Places:
         self._fused: set[int] = set()
         self._sites: dict[Any, Site] = {}
         self._calls: defaultdict[Any, int] = defaultdict(int)
+        self._repeats: defaultdict[tuple[int, str, int], int] = defaultdict(int)
         self._open_calls: defaultdict[Any, list[int]] = defaultdict(list)
         self._training: bool | None = None  # inside a forward pass of the whole model
         self.forwards = 0
@@ -151,6 +152,7 @@ class Places:
         """A step begins: calls count from 0 again."""
         self._calls.clear()
         self._open_calls.clear()
+        self._repeats.clear()
         self.forwards = 0
         for place in self._places:
             place.awaiting_grads.clear()
@@ -185,7 +187,10 @@ class Places:
             if torch.compiler.is_compiling():
                 self._trace(place, output)
                 return
-            if not (self._gate.open and place.on and self._trains()):
+            if not self._trains():
+                return
+            self.forwards += 1
+            if not (self._gate.open and place.on):
                 return
             try:
                 with unseen():
@@ -196,10 +201,15 @@ class Places:
         return Listener(hook)
 
     def _heard(self, place: _Place, output: Any) -> None:
+        if torch._C._functorch.maybe_current_level() is not None:
+            self.unheard[(place.name, "")] = "it ran inside a torch.func transform"
+            return
         leaves = flatten(output)
         if recomputing():
-            if self._gate.grads and place.awaiting_grads:
-                self._listen_to_grads(place, place.awaiting_grads.pop(), leaves)
+            awaiting = place.awaiting_grads
+            wanted = self._gate.grads and awaiting
+            if wanted and self._listen_to_grads(place, awaiting[-1], leaves):
+                awaiting.pop()
             return
         call = self._calls[place.index]
         self._calls[place.index] = call + 1
@@ -227,7 +237,10 @@ class Places:
                 return
             try:
                 with unseen():
-                    self._take_any(place, "grad_output", leaf, call, grad)
+                    again = self._repeats[(place.index, leaf, call)]
+                    self._repeats[(place.index, leaf, call)] = again + 1
+                    number = call + again * self._calls[place.index]  # one more backward pass
+                    self._take_any(place, "grad_output", leaf, number, grad)
             except Exception as error:  # the model must not notice
                 self._on_failure(error)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -28,7 +29,7 @@ from ..recording.writer import Writer
 from ..selection import select
 from ..taps import compiled
 from ..taps.session import TapWarning
-from .board import Board
+from .board import Board, Gathered
 from .clock import Clock
 from .hearing import graphs_exist
 from .journal import Entry, Held, Journal
@@ -175,7 +176,7 @@ class Watcher:
         self._budget = budget
         self._epoch = 0
         self._scalars: dict[str, float | torch.Tensor] = {}
-        self._carried: dict[str, float | torch.Tensor] = {}  # logged in steps that were not written
+        self._pending: Entry | None = None  # the step that ended last, open for late numbers
         self._held: Held = {}
         self._held_bytes = 0
         self._early: list[Alarm] = []
@@ -242,7 +243,7 @@ class Watcher:
         self._places.attach([*reach.layers, *chosen.layers])
         self._places.choose(chosen.layers)
         self._clock.attach()
-        atexit.register(self.close)
+        atexit.register(self._at_exit)
         self._begin_step()
 
     # Reading off.
@@ -271,7 +272,11 @@ class Watcher:
         self._epoch = number
 
     def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Keep numbers of your own with this step: `watch.log(loss=loss)`."""
+        """Keep numbers of your own with this step: `watch.log(loss=loss)`.
+
+        Behind the optimizer's step, and before the next forward, it is still the step that ended.
+        """
+        numbers: dict[str, float | torch.Tensor] = {}
         for name, value in {**(values or {}), **more}.items():
             number = _scalar(value)
             if number is None:
@@ -280,7 +285,28 @@ class Watcher:
                     "left out."
                 )
             else:
-                self._scalars[str(name)] = number
+                numbers[str(name)] = number
+        if self._steps and not self._places.forwards and not len(self._board):
+            self._log_late(numbers)
+        else:
+            self._scalars.update(numbers)
+
+    def _log_late(self, numbers: dict[str, float | torch.Tensor]) -> None:
+        if self._closed or self.failure is not None:
+            return
+        if self._pending is None:
+            empty = Board().gather(self._epoch, self.batch - 1, {})
+            self._pending = Entry(empty, False, self._every, [])
+        entry = self._pending
+        entry.gathered.tell(numbers)
+        if entry.alarms is None:
+            return  # judged later, with these numbers in it
+        alone = Board().gather(self._epoch, entry.gathered.batch, numbers).step()
+        found = self._rules.judge(alone) if self._rules else []
+        entry.alarms += found
+        if found:
+            self._settle()
+        self._act(found)
 
     def set(
         self,
@@ -318,6 +344,7 @@ class Watcher:
     def flush(self) -> None:
         """Return when every step that is over stands on disk, open to any reader."""
         if not self._closed:
+            self._settle()
             self._journal.drain()
             self._writer.flush(sync=True)
 
@@ -326,15 +353,13 @@ class Watcher:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._places.detach()
         self._clock.detach()
         reason = self.failure or failure
-        told = {**self._carried, **self._scalars}
-        over = self._carried and not self._scalars and not len(self._board)
-        last = self.batch - 1 if over else self.batch  # whose step the numbers are
-        unfinished = self._board.gather(self._epoch, last, told)
-        if unfinished.sites or told or reason:
+        self._settle()
+        unfinished = self._board.gather(self._epoch, self.batch, self._scalars)
+        if unfinished.sites or self._scalars or reason:
             entry = Entry(unfinished, True, self._every, list(self._early), self._held)
             entry.broken = reason is not None
             self._journal.put(entry)
@@ -360,6 +385,11 @@ class Watcher:
         if self._writer.failure and self.failure is None:
             self.failure = self._writer.failure
             self._warn(f"tensortap stopped writing to {self.path}: {self.failure}.")
+
+    def _at_exit(self) -> None:
+        """The interpreter ends with the watch open; it may have died of an exception."""
+        error = getattr(sys, "last_value", None)
+        self.close(None if error is None else f"training raised {type(error).__name__}: {error}")
 
     def __enter__(self) -> Watcher:
         return self
@@ -431,11 +461,11 @@ class Watcher:
             self._fail(error)
 
     def _end_step(self) -> None:
-        if not (self._due or len(self._board) or self._rules):
-            self._next()  # nothing was asked of this step
+        if not (self._due or len(self._board) or self._rules or self._scalars):
+            self._settle()  # nothing was asked of this step
+            self._next()
             return
-        told = {**self._carried, **self._scalars} if self._due else self._scalars
-        gathered = self._board.gather(self._epoch, self.batch, told)
+        gathered = self._board.gather(self._epoch, self.batch, self._scalars)
         alarms: list[Alarm] | None = None
         if self._on_cpu or self._rules.needs_now:
             new = self._rules.judge(gathered.step()) if self._rules else []
@@ -446,13 +476,21 @@ class Watcher:
         self._next()
         self._act(new)
 
-    def _hand_over(self, gathered: Any, alarms: list[Alarm] | None) -> None:
+    def _hand_over(self, gathered: Gathered, alarms: list[Alarm] | None) -> None:
         wanted = alarms is not None and any(alarm.action == "snapshot" for alarm in alarms)
         held = self._held if wanted else {}
-        self._journal.put(Entry(gathered, self._due, self._every, alarms, held))
+        self._settle()
+        self._pending = Entry(gathered, self._due, self._every, alarms, held)
+        if alarms:
+            self._settle()
+
+    def _settle(self) -> None:
+        """The step that ended last is complete: write it down."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._journal.put(pending)
 
     def _next(self) -> None:
-        self._carried = {} if self._due else {**self._carried, **self._scalars}
         self.batch += 1
         self._steps += 1
         if self._reread is not None:
