@@ -118,17 +118,17 @@ def live_text(step: Step, alarms: Sequence[Any], *, every: int, rate: float) -> 
         every=every,
         steps_per_second=rate,
         rows=tuple(_row(*key, summary) for key, summary in step.merged.items()),
-        scalars=dict(step.scalars),
+        scalars={name: float(value) for name, value in step.scalars.items()},
         alarms=tuple(
             LiveAlarm(
                 **{name: str(getattr(alarm, name)) for name in _ALARM},
                 batch=alarm.batch,
-                value=_number(alarm.value),
+                value=float(alarm.value),
             )
             for alarm in alarms
         ),
     )
-    return json.dumps(live.to_dict(), ensure_ascii=False, allow_nan=False)
+    return json.dumps(live.to_dict(), allow_nan=False)  # ASCII: no name can fail to be written
 
 
 def write_live(place: Store | str | os.PathLike[str], text: str) -> None:
