@@ -150,22 +150,24 @@ def lines(half: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """The table of docs/benchmarks.md."""
-    text = []
-    for kind in ("eager", "compiled"):
-        if kind not in result:
-            continue
-        half = result[kind]
-        title = f"{kind}, plain step {half['plain_ms']:.0f} ms"
-        text += [
-            f"| {title} | step / plain step | numbers kept a step | parameters afterwards |",
-            "|---|---|---|---|",
-        ]
-        for name, ratio, kept, same in lines(half):
-            bold = re.sub(r"^(\S+)", r"**\1**", ratio) if name.startswith("tap.watch") else ratio
-            text.append(f"| {name} | {bold} | {kept} | {same} |")
-        text.append("")
+def markdown(kind: str, half: Mapping[str, Any]) -> str:
+    """One of the two tables of docs/benchmarks.md."""
+    title = f"{kind}, plain step {half['plain_ms']:.0f} ms"
+    text = [
+        f"| {title} | step / plain step | numbers kept a step | parameters afterwards |",
+        "|---|---|---|---|",
+    ]
+    for name, ratio, kept, same in lines(half):
+        bold = re.sub(r"^(\S+)", r"**\1**", ratio) if name.startswith("tap.watch") else ratio
+        text.append(f"| {name} | {bold} | {kept} | {same} |")
+    return "\n".join([*text, ""])
+
+
+def plain_text(kind: str, half: Mapping[str, Any]) -> str:
+    text = [f"\n{kind}: plain step {half['plain_ms']:.0f} ms"]
+    for name, ratio, kept, same in lines(half):
+        numbers = f"{kept} numbers a step" if kept else ""
+        text.append(f"  {name:44s} {ratio:22s} {numbers:>23s}  parameters {same}")
     return "\n".join(text)
 
 
@@ -179,7 +181,7 @@ def size_for(device: str, quick: bool) -> Size:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds")
     parser.add_argument("--device", default="cpu", help="cuda: a larger model on the GPU")
     parser.add_argument("--json", action="store_true")
@@ -189,36 +191,32 @@ def main() -> None:
     size = size_for(options.device, options.quick)
     rounds, cycles = (3, 2) if options.quick else (options.rounds, 4)
     folder = Path(tempfile.mkdtemp(prefix="tensortap-bench-"))
-    result: dict[str, Any] = {"size": asdict(size), "threads": torch.get_num_threads()}
+    where = f"{torch.get_num_threads()} threads" if size.device == "cpu" else size.device
+    result: dict[str, Any] = {"size": asdict(size), "where": where}
     peers = "peers" not in options.without
-    try:
-        for kind in ("eager", "compiled"):
-            if kind not in options.without:
-                print(f"{kind} …", file=sys.stderr)
-                result[kind] = measure(size, folder, rounds, cycles, kind == "compiled", peers)
-                Wandb.finish()
-        if peers:
-            result["left_out"] = left_out()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if options.json:
-        print(json.dumps(result))
-    elif options.markdown:
-        print(markdown(result))
-    else:
-        where = f"{result['threads']} threads" if size.device == "cpu" else size.device
+    if not (options.json or options.markdown):
         print(
             f"{size.layers} layers, hidden {size.width}, {size.batch} x {size.length} tokens, "
             f"AdamW, {where}"
         )
+    try:
         for kind in ("eager", "compiled"):
-            if kind not in result:
+            if kind in options.without:
                 continue
-            print(f"\n{kind}: plain step {result[kind]['plain_ms']:.0f} ms")
-            for name, ratio, kept, same in lines(result[kind]):
-                print(f"  {name:46s} {ratio:24s} {kept:>9s} numbers a step, parameters {same}")
-        for line in result.get("left_out", ()):
-            print(f"  left out: {line}")
+            print(f"{kind} …", file=sys.stderr, flush=True)
+            half = measure(size, folder, rounds, cycles, kind == "compiled", peers)
+            Wandb.finish()
+            result[kind] = half
+            if not options.json:
+                print((markdown if options.markdown else plain_text)(kind, half), flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result["left_out"] = left_out() if peers else []
+    if options.json:
+        print(json.dumps(result))
+    elif not options.markdown:
+        for line in result["left_out"]:
+            print(f"left out: {line}")
 
 
 if __name__ == "__main__":
