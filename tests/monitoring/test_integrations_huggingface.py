@@ -182,13 +182,13 @@ def test_a_compiled_model_in_half_precision_is_heard(tmp_path) -> None:
     assert found == pytest.approx(norms.norms, rel=1e-5)
 
 
-def test_what_is_logged_stands_at_the_trainers_own_step(tmp_path) -> None:
+def test_what_is_logged_stands_at_the_step_it_is_of(tmp_path) -> None:
     run = trainer(tmp_path, tiny(), TapTrainerCallback(tmp_path / "run", every=1))
     train(run)
-    said = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
+    said = {entry["step"] - 1: entry["loss"] for entry in run.state.log_history if "loss" in entry}
     recording = tap.open(tmp_path / "run")
     kept = {r.batch: r.summary.mean for r in records(recording, layer="loss", port="scalar")}
-    assert kept == pytest.approx(said) and set(kept) == {1, 2, 3, 4}
+    assert kept == pytest.approx(said) and set(kept) == {0, 1, 2, 3}
     rates = records(recording, layer="learning_rate", port="scalar")
     assert len(rates) == 4
     assert not records(recording, layer="epoch")
@@ -200,7 +200,7 @@ def test_what_is_logged_between_written_steps_is_not_lost(tmp_path) -> None:
     recording = tap.open(tmp_path / "run")
     kept = {r.batch: r.summary.mean for r in records(recording, layer="loss", port="scalar")}
     said = {entry["step"]: entry["loss"] for entry in run.state.log_history if "loss" in entry}
-    assert kept == pytest.approx({3: said[2], 4: said[4]})
+    assert kept == pytest.approx({1: said[2], 3: said[4]})
 
 
 def test_sinks_get_our_norm_and_the_trainers(tmp_path) -> None:
