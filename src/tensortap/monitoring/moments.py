@@ -18,6 +18,7 @@ class Moments:
 
     def __init__(self, epochs: Iterable[int], batches: Iterable[int], sample_every: int) -> None:
         self.epoch: int | None = None
+        self.recorded = False  # whether the epoch that runs is to be recorded
         self.batch: int | None = None
         self._epochs = frozenset(epochs)
         self._batches = frozenset(batches)
@@ -27,10 +28,6 @@ class Moments:
         self._calls: Counter[tuple[int, int]] = Counter()  # by layer and batch, in this epoch
         self._called: dict[int, int] = {}  # the most calls of a batch in earlier visits of an epoch
 
-    @property
-    def recorded(self) -> bool:
-        return self.epoch in self._epochs
-
     def begin_epoch(self, epoch: int) -> None:
         """Another epoch: its batch is unsaid, unless it was said before the very first."""
         if self.epoch is not None:
@@ -38,6 +35,7 @@ class Moments:
             most = max(self._calls.values(), default=0)
             self._called[self.epoch] = self._called.get(self.epoch, 0) + most
         self.epoch = epoch
+        self.recorded = epoch in self._epochs
         self._forwards = 0
         self._heard.clear()
         self._calls.clear()

@@ -398,16 +398,16 @@ class Monitor:
 
     def _wants(self, index: int) -> When | None:
         """When this call of a layer is, if it is to be kept."""
+        moments, one = self._moments, self._chosen[index]
+        if not moments.recorded and moments.epoch is not None:  # as it is most of the time
+            _log.debug("'%s' fired in epoch %d: not kept", one.key, moments.epoch)
+            return None
         if not self._hears() or index in self._failed:
             return None
-        moments, one = self._moments, self._chosen[index]
         with self._lock:
             moments.hear(index)
             if moments.epoch is None:
                 self._words.epoch_unsaid()
-                return None
-            if not moments.recorded:
-                _log.debug("'%s' fired in epoch %d: not kept", one.key, moments.epoch)
                 return None
             batch = self._position(index)
             if not moments.keeps(one, batch):
