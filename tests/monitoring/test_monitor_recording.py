@@ -264,3 +264,29 @@ def test_watch_is_at_hand(tmp_path) -> None:
         train(model, epochs=[1])
     assert watcher.failure is None
     assert tap.open(tmp_path / "watch").layers
+
+
+def test_ranks_write_side_by_side(tmp_path, monkeypatch) -> None:
+    """A launcher says the rank before the group is joined."""
+    monitors = []
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        model = small()
+        monitors.append(tap.Monitor(model, {"head": {**FULL}}, [1], tmp_path / "run"))
+        if rank == 0:  # in one process the second would close the first
+            train(model, monitors[0], epochs=[1])
+            monitors[0].remove_hooks()
+    train(model, monitors[1], epochs=[1])
+    monitors[1].remove_hooks()
+    assert files(tmp_path / "run") == ["epoch_head_epoch1.pt", "epoch_head_epoch1_rank1.pt"]
+    assert len(tap.open(tmp_path / "run")["head"].records) == 6
+
+
+def test_an_epoch_that_comes_again_counts_its_calls_on(tmp_path) -> None:
+    model = small()
+    monitor = tap.Monitor(model, {"head": {**FULL}}, [1, 2], tmp_path)
+    train(model, monitor, epochs=[1, 2, 1])
+    monitor.remove_hooks()
+    moments = [(r.epoch, r.batch, r.call) for r in tap.open(tmp_path)["head"].records]
+    assert len(set(moments)) == len(moments) == 9
+    assert moments[0] == (1, 0, 0) and (1, 0, 1) in moments and (2, 0, 1) not in moments
