@@ -221,6 +221,22 @@ def test_a_graph_captured_before_anything_was_compiled() -> None:
     assert_defines(asked(row), x.cpu())
 
 
+def test_where_triton_fails_torch_does_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = device._triton()
+    assert kernels is not None
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_BROKEN", [])
+    monkeypatch.setattr(kernels, "_LANES", 1000)  # no power of two: Triton refuses it
+    x = torch.randn(5000, device="cuda")
+    rows = empty_rows(3, "cuda")
+    with pytest.warns(RuntimeWarning, match="Torch does it instead"):
+        accumulate_many([x, x.half()], rows[:2])
+    accumulate_on(x, rows[2])  # said once
+    assert_defines(asked(rows[0]), x.cpu())
+    assert_defines(asked(rows[1]), x.half().cpu())
+    assert_defines(asked(rows[2]), x.cpu())
+
+
 def test_streams_and_graphs_side_by_side() -> None:
     """Each of them has its own partials: nothing leaks from one into another."""
     x = torch.randn(3_000_000, device="cuda")

@@ -10,6 +10,7 @@ kernel is meant; so kernels are kept, and called by address. Device -1 is Triton
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> bool:
     """
     index = tensor.get_device()
     seen = _readable(tensor)
-    if seen is None or not _is_row(row, index):
+    if seen is None or _BROKEN or not _is_row(row, index):
         return False
     values, head, form = seen
     size, address = values.numel(), values.data_ptr()
@@ -56,45 +57,64 @@ def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> bool:
     tiles = -(-size // (tile * _most_programs(index)))
     programs = -(-size // (tile * tiles))
     parts, counters = _scratch(index, programs, 1, fresh=capturing)
-    _launch(
+    return _launch(
         kernels.accumulate_one, variant, programs, form,
         values, head, row, parts, programs, counters, size, tiles,
     )  # fmt: skip
-    return True
 
 
 def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> Sequence[int]:
     """Merge tensors into their rows, a launch for each dtype; returns which are still to do."""
     index = rows.get_device()
-    if not rows.is_contiguous() or not _is_row(rows[:1], index) or _capturing(index):
-        return range(len(tensors))  # a graph would read the table after it is gone
+    whole = rows.is_contiguous() and _is_row(rows[:1], index) and not _BROKEN
+    if not whole or _capturing(index):  # a graph would read the table after it is gone
+        return range(len(tensors))
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
             return accumulate_many(tensors, rows)
     groups, left = _plan(index, tensors)
     for group in groups:
-        parts, counters = _scratch(index, group.programs, group.tensors, fresh=False)
+        parts, counters = _scratch(index, group.programs, len(group.numbers), fresh=False)
         variant = ("many", index, group.form, True, True)
-        _launch(
+        done = not _BROKEN and _launch(
             kernels.accumulate_many, variant, group.programs, group.form,
             group.table, rows, parts, group.programs, counters, group.tiles,
         )  # fmt: skip
+        if not done:
+            left = [*left, *group.numbers]
     return left
 
 
 _Variant = tuple[str, int, Format, bool, bool]
 _KERNELS: dict[_Variant, Any] = {}
+_BROKEN: list[Exception] = []
 
 
-def _launch(jit: Any, variant: _Variant, programs: int, form: Format, *args: Any) -> None:
-    """Run a kernel on the current stream: the one kept for this variant, or a new one."""
+def _launch(jit: Any, variant: _Variant, programs: int, form: Format, *args: Any) -> bool:
+    """Run a kernel on the current stream: the one kept for this variant, or a new one.
+
+    False if it did not run: Triton may be installed where it cannot work, as without a C compiler
+    or on a GPU it does not know. That is said once, and torch does the work from then on.
+    """
     kernel = _KERNELS.get(variant)
-    if kernel is None:
-        options = {"LANES": _LANES, "F": form, "num_warps": _WARPS}
-        _KERNELS[variant] = jit[(programs,)](*args, **options)
-    else:
-        plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-        kernel[(programs, 1, 1)](*plain, _LANES, form, stream=_stream(variant[1]))
+    try:
+        if kernel is None:
+            options = {"LANES": _LANES, "F": form, "num_warps": _WARPS}
+            _KERNELS[variant] = jit[(programs,)](*args, **options)
+        else:
+            plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+            kernel[(programs, 1, 1)](*plain, _LANES, form, stream=_stream(variant[1]))
+    except Exception as error:
+        _BROKEN.append(error)
+        why = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton could not run a summary ({type(error).__name__}: {why}). "
+            "Torch does it instead: the same numbers, more slowly.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def _is_row(row: torch.Tensor, index: int) -> bool:
@@ -184,7 +204,7 @@ class _Group:
     table: torch.Tensor
     programs: int
     tiles: int
-    tensors: int
+    numbers: list[int]  # of its tensors, among all
 
 
 _PLANS: OrderedDict[Any, tuple[list[_Group], list[int]]] = OrderedDict()
@@ -234,4 +254,4 @@ def _group(index: int, form: Format, members: list[tuple[int, int, int]]) -> _Gr
     table = torch.from_numpy(np.concatenate([owner, entries.ravel()]))
     if index >= 0:  # from pinned memory, a copy is only enqueued
         table = table.pin_memory().to(torch.device("cuda", index), non_blocking=True)
-    return _Group(form, table, len(owner), tiles, len(members))
+    return _Group(form, table, len(owner), tiles, row.tolist())
