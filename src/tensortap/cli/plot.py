@@ -124,8 +124,9 @@ def _run(folder: str, output: Path, wishes: dict[str, Any], partial: bool, as_js
     recording = open_recording(folder, partial=partial)
     if not is_watched(recording):
         raise OptionError(
-            f"Got no layer and no --layer, and {folder} is no watched run, which could be drawn as a "
-            "whole. Write 'plot DIR LAYER -o FILE', or 'plot REFERENCE CANDIDATE --layer LAYER -o FILE'."
+            f"Got no layer and no --layer, and {folder} is no watched run, which could be drawn as "
+            "a whole. Write 'plot DIR LAYER -o FILE', or 'plot REFERENCE CANDIDATE --layer LAYER "
+            "-o FILE'."
         )
     _steps(recording, None, output, wishes, as_json)
 
