@@ -167,6 +167,43 @@ def test_backwards_in_the_order_of_their_forwards(path: Path) -> None:
     assert own["blocks.1", "grad_output", "", 0, 1].summary.max == 100
 
 
+def test_two_backwards_over_one_graph(path: Path) -> None:
+    """The gradients of both are there, each at a place of its own."""
+    model, ((x,),) = stack(), floats(1)
+    optimizer = adamw(model)
+    with tap.watch(model, path, every=1, params=False):
+        out = model(x).sum()
+        out.backward(retain_graph=True)
+        (5 * out).backward()
+        optimizer.step()
+    own = recorded(path)
+    assert own["blocks.1", "grad_output", "", 0, 0].summary.max == 1
+    assert own["blocks.1", "grad_output", "", 0, 1].summary.max == 5
+    assert ("blocks.1", "output", "", 0, 1) not in own
+
+
+def test_a_penalty_on_gradients(path: Path) -> None:
+    ends = []
+    for watched in (False, True):
+        model, data = stack(), floats(2)
+        optimizer = adamw(model)
+        watch = tap.watch(model, path, every=1, **ALL) if watched else None
+        for (batch,) in data:
+            x = batch.clone().requires_grad_()
+            loss = model(x).square().mean()
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + grad.square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if watch is not None:
+            watch.close()
+            assert watch.failure is None
+        ends.append([p.detach() for p in model.parameters()])
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b)
+    assert ("blocks.1", "grad_output", "", 1, 0) in recorded(path)
+
+
 def test_compiled_with_sizes_that_change(path: Path) -> None:
     model, dice = stack(), torch.Generator().manual_seed(1)
     data = [[torch.randn(size, 6, generator=dice)] for size in (4, 7, 9, 4, 3)]
@@ -354,24 +391,29 @@ def train(steps):
 watch = tap.watch(model, PATH, layers="leaves", every=1)
 train(3)
 """
-ENDS = {
-    "nobody closes it": "",
-    "a child of the process ends": """
+CHILD = """
 child = os.fork()
 if child == 0:
     raise SystemExit(0)
 os.waitpid(child, 0)
 train(2)
 watch.close()
-""",
-}
+"""
 
 
-@pytest.mark.parametrize("end", list(ENDS))
-def test_how_processes_end(path: Path, end: str) -> None:
-    code = f"PATH = {str(path)!r}\n{SCRIPT}\n{ENDS[end]}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize(
+    ("end", "code", "status", "count"),
+    [
+        ("", 0, "complete", 3),
+        (CHILD, 0, "complete", 5),
+        ("raise ValueError('out of data')", 1, "failed", 3),
+    ],
+    ids=["nobody closes it", "a child ends", "it raises"],
+)
+def test_how_processes_end(path: Path, end: str, code: int, status: str, count: int) -> None:
+    text = f"PATH = {str(path)!r}\n{SCRIPT}\n{end}"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
     run = tap.open(path)
-    assert run.manifest.status == "complete"
-    assert steps(path) == list(range(5 if "child" in end else 3))
+    assert run.manifest.status == status
+    assert steps(path) == list(range(count))
