@@ -200,6 +200,38 @@ def test_copies_of_one_class_are_told_apart(tmp_path: Path) -> None:
         assert_recorded(tmp_path / name, wanted[name], TOLERANCE["aot_eager"])
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_blocks_that_are_compiled_one_by_one(path: Path, wrapped: bool) -> None:
+    """More blocks of one class than dynamo allows graphs: each is heard under its own name."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(12)))
+    x, norms = torch.randn(3, 4), []
+    with torch.no_grad():
+        y = x
+        for block in net:
+            y = block(y)
+            norms.append(tap.summarize(y).l2)
+    before = torch._dynamo.config.recompile_limit
+    for index, block in enumerate(net):
+        if wrapped:
+            net[index] = torch.compile(block, fullgraph=True, backend="aot_eager")
+        else:
+            block.compile(fullgraph=True, backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    layers = [str(index) for index in range(12)]
+    with tap.watch(net, path, layers=layers, every=1, params=False) as watch:
+        for _ in range(2):
+            net(x).square().mean().backward()
+            optimizer.step()
+    assert watch.failure is None
+    run = tap.open(path)
+    for index, norm in enumerate(norms):
+        found = [r for r in run[str(index)].records if r.port == "output"]
+        assert [r.summary.l2 for r in found] == pytest.approx([norm, norm], rel=1e-5)
+        assert sum(r.port == "grad_output" for r in run[str(index)].records) == 2
+    assert torch._dynamo.config.recompile_limit == before
+
+
 # One graph, whole, for every cadence.
 
 

@@ -32,7 +32,7 @@ MOST_ROWS = 1 << 16  # of one step; more than that is a step that never ends
 
 @dataclass(eq=False)
 class _DeviceRows:
-    """Rows on one device, in blocks that stay where they are: a captured graph knows them."""
+    """Rows on one device, in blocks that stay where they are."""
 
     device: torch.device
     blocks: list[torch.Tensor] = field(default_factory=list)
@@ -107,17 +107,12 @@ class Gathered:
         if self._step is None:
             for copy in self.copies:
                 copy.into(self.table)
-            filled = self.table[:, 0] > 0
-            for row, call in enumerate(self.calls):
-                filled[row] |= call >= 0  # an empty tensor was heard; an idle captured row not
-            keep = np.flatnonzero(filled)
-            whole = len(keep) == len(self.sites)
             self._step = Step(
                 self.epoch,
                 self.batch,
-                self.sites if whole else tuple(self.sites[i] for i in keep),
-                tuple(max(self.calls[i], 0) for i in keep),
-                self.table if whole else self.table[keep],
+                self.sites,
+                self.calls,
+                self.table,
                 {name: float(value) for name, value in self.scalars.items()},
             )
         return self._step
@@ -134,7 +129,7 @@ class Board:
         self._table: NDArray[np.float64] = np.zeros((_BLOCK, WIDTH))
         self._address = self._table.ctypes.data
         self._devices: dict[torch.device, _DeviceRows] = {}
-        self._captured: list[tuple[Site, _DeviceRows, int]] = []
+        self.captured = False
         self._native = native.core is not None and pick(torch.empty(0)).name == "native"
 
     def __len__(self) -> int:
@@ -157,7 +152,7 @@ class Board:
                 source = None
             else:
                 if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                    self._capture(site, tensor)
+                    self.captured = True  # what a graph replays runs no Python: not to be heard
                     return True
                 rows = self._rows_on(tensor.device)
                 index, view = rows.next()
@@ -211,11 +206,8 @@ class Board:
     ) -> Gathered:
         """What the step has so far, as far as it is known; then the board is empty again."""
         with self._lock:
-            sites = [*self._sites, *(site for site, _, _ in self._captured)]
-            calls = [*self._calls, *(-1 for _ in self._captured)]
-            table = np.zeros((len(sites), WIDTH))
-            table[: len(self._sites)] = self._table[: len(self._sites)]
-            sources = [*self._device_of, *((rows, index) for _, rows, index in self._captured)]
+            sites, calls, sources = self._sites, self._calls, self._device_of
+            table = self._table[: len(sites)].copy()
             copies = [
                 self._fetch(rows, sources, clear) for rows in self._devices.values() if rows.used
             ]
@@ -244,20 +236,7 @@ class Board:
     def _clear(self) -> None:
         self._sites, self._calls, self._device_of = [], [], []
         for rows in self._devices.values():
-            captured = [index for _, owner, index in self._captured if owner is rows]
-            rows.used = max(captured, default=-1) + 1
-
-    def _capture(self, site: Site, tensor: torch.Tensor) -> None:
-        """Inside a CUDA graph: the row is fixed, and every replay merges into it."""
-        rows = self._devices.get(tensor.device)
-        if rows is None or not rows.blocks:
-            return  # nothing may be allocated now: `prepare` comes before a capture
-        index = rows.used
-        if index >= len(rows.views):
-            return
-        rows.used += 1
-        accumulate_on(tensor, rows.views[index])
-        self._captured.append((site, rows, index))
+            rows.used = 0
 
     def prepare(self, device: torch.device) -> None:
         """Have rows on a device before anything runs there."""

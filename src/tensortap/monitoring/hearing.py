@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -32,6 +32,7 @@ ListenByLeaf = Callable[[int, torch.Tensor, str], None]
 _EARS: weakref.WeakValueDictionary[int, Ear] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
 _LIBRARY: list[Any] = []
+_LIMITS = ("recompile_limit", "accumulated_recompile_limit")  # of dynamo
 
 
 def _hear(tensor: torch.Tensor, ear: int, site: int, leaf: str) -> None:
@@ -45,7 +46,9 @@ def _operator() -> Any:
     """The operator, defined on first use: importing this module changes nothing in torch."""
     make: Any = torch.library.Library  # untyped in torch
     library = make("tensortap", "DEF")
-    library.define("hear(Tensor tensor, int ear, int site, str leaf) -> ()")
+    apart = getattr(torch.Tag, "cudagraph_unsafe", None)  # what is replayed runs no Python
+    tags = () if apart is None else (apart,)
+    library.define("hear(Tensor tensor, int ear, int site, str leaf) -> ()", tags=tags)
     library.impl("hear", _hear, "CompositeExplicitAutograd")
     library.impl("hear", lambda tensor, ear, site, leaf: None, "Meta")
     _LIBRARY.append(library)  # it is undefined when its library is collected
@@ -87,37 +90,45 @@ class Ear:
 
 
 class HooksGuarded:
-    """While it is held, graphs are compiled so that they notice when a module's hooks change."""
+    """While it is held, graphs are compiled so that they notice when a module's hooks change.
 
-    _held = 0
-    _before: bool | None = None
+    Blocks of one class that are compiled one by one then get a graph each, so dynamo is allowed
+    that many more of them: at its limit it would give up, and with `fullgraph=True` raise.
+    """
 
-    def __init__(self) -> None:
-        self._mine = False
+    _held: ClassVar[list[HooksGuarded]] = []
+    _before: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, graphs: int = 0) -> None:
+        self._graphs = graphs
 
     def hold(self) -> None:
-        if not self._mine:
-            self._mine = True
-            if HooksGuarded._held == 0:
-                HooksGuarded._before = _guards(False)
-            HooksGuarded._held += 1
+        if self not in HooksGuarded._held:
+            HooksGuarded._held.append(self)
+            self._set()
 
     def release(self) -> None:
-        if self._mine:
-            self._mine = False
-            HooksGuarded._held -= 1
-            if HooksGuarded._held == 0 and HooksGuarded._before is not None:
-                _guards(HooksGuarded._before)
+        if self in HooksGuarded._held:
+            HooksGuarded._held.remove(self)
+            self._set()
 
+    @staticmethod
+    def _set() -> None:
+        import torch._dynamo.config as config
 
-def _guards(skip: bool) -> bool | None:
-    """Tell dynamo whether to pass over hooks; what it did before, None without such a switch."""
-    import torch._dynamo.config as config
-
-    before: bool | None = getattr(config, "skip_nnmodule_hook_guards", None)
-    if before is not None:
-        config.skip_nnmodule_hook_guards = skip
-    return before
+        held, before = HooksGuarded._held, HooksGuarded._before
+        for name in ("skip_nnmodule_hook_guards", *_LIMITS):
+            if hasattr(config, name):
+                before.setdefault(name, getattr(config, name))
+        more = sum(guarded._graphs for guarded in held)
+        for name, value in before.items():
+            if name in _LIMITS:
+                value = value + more
+            elif held:
+                value = False
+            setattr(config, name, value)
+        if not held:
+            before.clear()
 
 
 def graphs_exist() -> bool:

@@ -83,6 +83,7 @@ class Journal:
         self._numbers: dict[int, tuple[Site, int]] = {}
         self._recent: list[Alarm] = []
         self._live_at = -math.inf
+        self._last: tuple[Step, int] | None = None
         self._seen: tuple[float, int] | None = None  # when, and which step, for the rate
         self._rate = math.nan
         self.passed_over = 0  # steps that sinks did not get, because they were too slow
@@ -93,7 +94,10 @@ class Journal:
     def put(self, entry: Entry) -> None:
         """Take a step over. One that the loop has judged finds its place in the ring at once."""
         if entry.alarms is not None:
-            self._sort_in(entry, entry.gathered.step(), entry.alarms)
+            step = entry.gathered.step()
+            self._sort_in(entry, step, entry.alarms)
+            if len(step):
+                self._last = (step, entry.every)
             if not (entry.wanted or entry.gathered.scalars or self._is_time()):
                 return
         self._queue.append(entry)  # not woken for it: that would cost the loop more than a look
@@ -117,6 +121,9 @@ class Journal:
     def close(self) -> None:
         self._tell(None)
         self._thread.join(timeout=60.0)
+        if self._last is not None and not self._thread.is_alive():
+            self._live_at = -math.inf  # so that whoever follows the run sees its last step
+            self._tell_live(*self._last, ())
         for problem in self._sinks.close():
             self._on_problem(problem)
 
@@ -156,6 +163,8 @@ class Journal:
         if (entry.due or alarms) and len(self._sinks):
             self._tell_sinks(step, alarms)
         self._tell_live(step, entry.every, alarms)
+        if len(step):
+            self._last = (step, entry.every)
 
     def _write(self, step: Step, held: Held) -> None:
         self.written += 1

@@ -100,7 +100,7 @@ class Listening:
         self._handles: list[RemovableHandle] = []
         self._own: list[tuple[nn.Module, RemovableHandle]] = []
         self._fused: set[int] = set()
-        self._guarded = HooksGuarded()
+        self._guarded = HooksGuarded(len(chosen) + 1)
         self._traced = [_Spoken(-1, ("none",), 0, 1)]
         self._arriving: dict[tuple[int, int], _Arriving] = {}  # by thread and first site
         self._ear = Ear(self._arrived)
@@ -112,7 +112,6 @@ class Listening:
 
     def attach(self) -> None:
         self._guarded.hold()
-        _allow_graphs(len(self._chosen))
         is_compiled = compiled.contains_compiled(self._model)
         self._fused = set() if is_compiled else find_fused(self._model)
         before: dict[int, list[Callable[..., None]]] = {}
@@ -144,8 +143,6 @@ class Listening:
     def detach(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._handles:
-            _allow_graphs(-len(self._chosen))
         if self._handles and compiled.contains_compiled(self._model):
             compiled.forget()
         self._guarded.release()
@@ -246,17 +243,6 @@ class Listening:
             hooks = module._forward_hooks
             if handle.id in hooks and next(reversed(hooks)) != handle.id:
                 hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
-
-
-def _allow_graphs(more: int) -> None:
-    """Blocks of one class get a graph each while they are heard: let dynamo make that many."""
-    import torch._dynamo.config as config
-
-    for name in ("recompile_limit", "cache_size_limit"):
-        limit = getattr(config, name, None)
-        if limit is not None:
-            setattr(config, name, limit + more)
-            return
 
 
 def _registry(traced: list[_Spoken], indices: Mapping[str, int]) -> Callable[[str, Form, int], int]:

@@ -77,7 +77,7 @@ class Places:
         self._on_failure = on_failure
         self._traces_grads = traces_grads
         self._ear = Ear(by_leaf=self._hear)
-        self._guarded = HooksGuarded()
+        self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
         self._places: list[_Place] = []
         self._by_module: dict[int, _Place] = {}
         self._handles: list[RemovableHandle] = []

@@ -617,6 +617,11 @@ class Watcher:
 
     def _last_words(self) -> list[str]:
         words = self._rules.notes() if self._steps else []
+        if self._board.captured:
+            words.append(
+                "Some layers ran inside a CUDA graph that was captured while they were watched; "
+                "what such a graph replays cannot be heard."
+            )
         if self._steps == 0:
             words.append(
                 "No step was seen: no optimizer that holds a parameter of this model has stepped. "
