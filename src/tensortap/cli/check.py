@@ -18,6 +18,8 @@ from .common import (
     say,
 )
 
+_SHOWN = 20
+
 
 def check(
     folder: Folder,
@@ -37,11 +39,14 @@ def check(
     max_underflow: Annotated[
         float, typer.Option(help="Warn of more than this share of subnormal values.")
     ] = 0.5,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every finding of a run that trained, not the first ones.")
+    ] = False,
     partial: PartialOption = False,
     json: JsonOption = False,
 ) -> int:
     """List what is unhealthy; exit 1 when there are errors."""
-    from ..recording.health import Limits, first_bad
+    from ..recording.health import Limits, first_bad, in_time
     from ..reporting.progress import progress
 
     recording = open_recording(folder, partial=partial)
@@ -74,8 +79,13 @@ def check(
         from ..reporting.tables import findings_table
         from ..reporting.text import clean, plural
 
+        shown = findings
+        if len(recording.steps) > 1 and not every:  # NaN spreads: what came first is what counts
+            shown = in_time(findings)[:_SHOWN]
         if findings:
-            print_table(stdout(), findings_table(findings))
+            print_table(stdout(), findings_table(shown))
+        if len(shown) < len(findings):
+            say(f"… and {len(findings) - len(shown)} findings behind these: --all shows them.")
         layers = plural(len(recording), "layer")
         found = (
             f"{plural(errors, 'error')}, {plural(warnings, 'warning')}" if findings else "healthy"

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import RecordingExistsError, TapError
-from .common import JsonOption, OverwriteOption, print_json, print_notes, say
+from ..errors import OptionError, RecordingExistsError, TapError
+from .common import (
+    JsonOption,
+    MaybeInt,
+    MaybeText,
+    OverwriteOption,
+    print_json,
+    print_notes,
+    say,
+)
 from .running import Settings, record_target
 
 if TYPE_CHECKING:
@@ -20,13 +28,28 @@ _SPEC = "tensortap.demo:build"
 _REFERENCE, _BUG = "fp32", "bug"
 _MODES = (_REFERENCE, "bf16", "int8", _BUG)
 _REPORT = "report.html"
+_OUTPUT = "runs/demo"
+_STEPS = 40
 
 
 def demo(
     output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="DIR", help="The folder, a recording a mode in it."),
-    ] = "runs/demo",
+        MaybeText,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="The folder, a recording a mode in it; runs/demo, or runs/train with --train.",
+        ),
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train the model for a moment instead, and watch it.")
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", help="How long to train.")] = _STEPS,
+    break_at: Annotated[
+        MaybeInt,
+        typer.Option("--break-at", metavar="STEP", help="Make a weight infinite at this step."),
+    ] = None,
     overwrite: OverwriteOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -34,7 +57,14 @@ def demo(
     from ..comparing.modes import compare_modes
     from ..recording.store import open_store
 
-    output = output.rstrip("/") or "/"
+    if train:
+        from .demo_train import demo_train
+
+        demo_train(output, steps, break_at, overwrite, json)
+        return
+    if break_at is not None or steps != _STEPS:
+        raise OptionError("--steps and --break-at say how to train. Add --train.")
+    output = (output or _OUTPUT).rstrip("/") or "/"
     _make_room(output, overwrite)
     start = time.monotonic()
     runs = _record(output)

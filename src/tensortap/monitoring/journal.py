@@ -123,7 +123,10 @@ class Journal:
         self._thread.join(timeout=60.0)
         if self._last is not None and not self._thread.is_alive():
             self._live_at = -math.inf  # so that whoever follows the run sees its last step
-            self._tell_live(*self._last, ())
+            try:
+                self._tell_live(*self._last, ())
+            except OSError as error:
+                self._on_problem(f"live.json was not written: {error.strerror or error}.")
         for problem in self._sinks.close():
             self._on_problem(problem)
 

@@ -59,6 +59,15 @@ def first_bad(findings: Sequence[Finding]) -> Finding | None:
     return min(errors, key=lambda f: (f.moment and f.moment[:2], f.order), default=None)
 
 
+def in_time(findings: Sequence[Finding]) -> list[Finding]:
+    """Errors before warnings, and each as they came; what has no moment comes last."""
+    never = (1 << 62, 0)
+    return sorted(
+        findings,
+        key=lambda f: (f.severity != "error", f.moment[:2] if f.moment else never, f.order),
+    )
+
+
 @dataclass(frozen=True)
 class Limits:
     """Beyond these a layer is worth a warning. The first two are the documents' own."""
