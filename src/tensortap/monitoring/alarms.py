@@ -170,8 +170,11 @@ def _pass(port: Port) -> str:
 
 def _standing(layout: Layout, row: int, rows: Rows) -> str:
     """Where the row stands among the bad ones."""
-    bad = list(dict.fromkeys(layout.row_keys[index] for index in rows.tolist()))
-    earlier = [key for key in bad if key != layout.row_keys[row] and _first(layout, key) < row]
+    first_bad: dict[Key, int] = {}
+    for index in rows.tolist():
+        first_bad.setdefault(layout.row_keys[index], index)
+    bad = list(first_bad)
+    earlier = [key for key in bad if key != layout.row_keys[row] and first_bad[key] < row]
     if earlier:
         return f"It is newly so; before it the {_listed(earlier)} was so already"
     if len(bad) == 1:
@@ -202,10 +205,6 @@ def _limit(dtype: str, size: float) -> str:
         return ""
     largest = torch.finfo(kind).max
     return f" (the largest {dtype} is {_number(largest)})" if size > largest / 1e3 else ""
-
-
-def _first(layout: Layout, key: Key) -> int:
-    return layout.row_keys.index(key)
 
 
 def _listed(keys: Sequence[Key]) -> str:

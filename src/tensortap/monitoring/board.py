@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -94,13 +94,6 @@ class Gathered:
     @property
     def arrived(self) -> bool:
         return all(copy.arrived() for copy in self.copies)
-
-    def tell(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
-        """Add numbers that the user logged when the step was over already."""
-        self.scalars = {**self.scalars, **numbers}
-        if self._step is not None:
-            known = {name: float(value) for name, value in self.scalars.items()}
-            self._step = replace(self._step, scalars=known)
 
     def step(self) -> Step:
         """The step itself. Waits for what is still on its way."""

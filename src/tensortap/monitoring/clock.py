@@ -1,12 +1,14 @@
-"""When a step ends: heard from the optimizer, so that any training loop works as it is.
+"""When optimizers step: heard from torch, so that any training loop works as it is.
 
 torch tells everybody when an optimizer steps. Those that hold a parameter of the watched model are
-ours. With several of them (one for matrices, one for the rest) the step is over when the last one
-has stepped; which that is, is learnt in the first step.
+ours; a model may have several (one for matrices, one for the rest), and each speaks for the
+parameters that it holds. When a step is over is not for the clock to say: that shows at the next
+forward pass.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,29 +23,29 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Clock"]
 
+Before = Callable[[int, set[int], bool], None]
+"""Called with an optimizer's identity, the ids of the parameters that it holds, and whether it
+runs forward and backward itself."""
+After = Callable[[int, set[int]], None]
+
 
 class Clock:
-    """Calls `before` ahead of the first optimizer of a step, and `after` behind the last."""
+    """Calls `before` ahead of an optimizer's step, when gradients are there, and `after` behind."""
 
     def __init__(
         self,
         model: nn.Module,
-        before: Callable[[], None],
-        after: Callable[[], None],
+        before: Before,
+        after: After,
         *,
-        forwards: Callable[[], int],
         only: torch.optim.Optimizer | None = None,
     ) -> None:
         self._model = model
         self._before = before
         self._after = after
-        self._forwards = forwards
         self._only = None if only is None else weakref.ref(only)
         self._ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._last: Callable[[], Any] = lambda: None  # whose step ends the step
-        self._stepped: list[int] = []  # the optimizers of the step that is being taken
-        self.moved: set[int] = set()  # the ids of the parameters that they hold
-        self._ended = False
+        self._running: list[weakref.ref[Any]] = []  # one inside the other: Lookahead, SAM, ZeRO
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -62,44 +64,48 @@ class Clock:
         if self._only is not None:
             return self._only() is optimizer
         known = self._ours.get(optimizer)
-        if known is None:
-            mine = {id(p) for p in self._model.parameters()}
-            known = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        if not known:  # parameters may be added to an optimizer, or replaced in the model
+            mine = {id(parameter) for parameter in self._model.parameters()}
+            known = not mine.isdisjoint(_held(optimizer))
             self._ours[optimizer] = known
         return known
 
     def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._is_ours(optimizer):
             return None
-        if self._ended and self._last() is not optimizer and not self._forwards():
-            self._last = weakref.ref(optimizer)  # it steps behind the one that ended the step
-            return None
-        if id(optimizer) in self._stepped:  # the one that should have ended the step did not come
-            self._end()
-        if not self._stepped:
-            self._ended = False
-            given = _with_closure(args, kwargs, self._before)
-            if given is None:
-                self._before()
-        else:
-            given = None
-        self._stepped.append(id(optimizer))
-        self.moved.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+        def before(inside: bool = True) -> None:
+            self._before(id(optimizer), _held(optimizer), inside)
+
+        if self._running:  # or one that raised, and is no more
+            self._running = [ref for ref in self._running if _is_stepping(ref())]
+        self._running.append(weakref.ref(optimizer))
+        given = _with_closure(args, kwargs, before)
+        if given is None:
+            before(inside=False)
         return given
 
     def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in self._stepped:
+        if not self._is_ours(optimizer):
             return
-        if self._last() is None:
-            self._last = weakref.ref(optimizer)
-        if self._last() is optimizer:
-            self._end()
+        outer = next((i for i, ref in enumerate(self._running) if ref() is optimizer), 0)
+        del self._running[outer:]
+        if not self._running:
+            self._after(id(optimizer), _held(optimizer))
 
-    def _end(self) -> None:
-        self._stepped.clear()
-        self._ended = True
-        self._after()
-        self.moved.clear()
+
+def _is_stepping(optimizer: Any) -> bool:
+    """Whether an optimizer's step is under way: one of its functions is on the stack."""
+    frame = sys._getframe()
+    while optimizer is not None and frame is not None:
+        if frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _with_closure(args: Any, kwargs: Any, before: Callable[[], None]) -> tuple[Any, Any] | None:

@@ -29,6 +29,7 @@ from .live import live_text, write_live
 from .ring import Ring
 from .rules import Alarm
 from .sinks import Sinks, values_of
+from .sinks.sender import Sender
 from .step import Step
 
 __all__ = ["Entry", "Journal"]
@@ -39,7 +40,6 @@ Held = dict[tuple[Site, int], torch.Tensor]
 _LIVE_EVERY = 1.0
 _LOOK_EVERY = 0.05
 _RECENT = 20  # alarms that the live page shows
-_BACKLOG = 256  # steps that wait; with more, sinks are passed over
 
 
 @dataclass(eq=False)
@@ -71,7 +71,8 @@ class Journal:
         live: bool = True,
     ) -> None:
         self._writer = writer
-        self._sinks = sinks
+        self._sends = len(sinks) > 0
+        self._sender = Sender(sinks, on_problem)
         self._ring = Ring(ring)
         self._judge = judge
         self._on_failure = on_failure
@@ -86,10 +87,14 @@ class Journal:
         self._last: tuple[Step, int] | None = None
         self._seen: tuple[float, int] | None = None  # when, and which step, for the rate
         self._rate = math.nan
-        self.passed_over = 0  # steps that sinks did not get, because they were too slow
         self.written = 0
         self._thread = threading.Thread(target=self._run, name="tensortap-watch", daemon=True)
         self._thread.start()
+
+    @property
+    def passed_over(self) -> int:
+        """Steps that the sinks did not get, because they were too slow."""
+        return self._sender.passed_over
 
     def put(self, entry: Entry) -> None:
         """Take a step over. One that the loop has judged finds its place in the ring at once."""
@@ -116,19 +121,24 @@ class Journal:
         until = time.monotonic() + timeout
         while self._thread.is_alive() and time.monotonic() < until:
             if done.wait(0.05):
+                self._sender.drain(5.0)
                 return
 
     def close(self) -> None:
         self._tell(None)
         self._thread.join(timeout=60.0)
+        if self._queue:
+            self._on_problem(
+                f"{len(self._queue)} steps were not written: the disk does not come back, or the "
+                "thread that writes has ended."
+            )
         if self._last is not None and not self._thread.is_alive():
             self._live_at = -math.inf  # so that whoever follows the run sees its last step
             try:
                 self._tell_live(*self._last, ())
             except OSError as error:
                 self._on_problem(f"live.json was not written: {error.strerror or error}.")
-        for problem in self._sinks.close():
-            self._on_problem(problem)
+        self._sender.close()
 
     def _tell(self, item: threading.Event | None) -> None:
         self._queue.append(item)
@@ -149,6 +159,8 @@ class Journal:
                     self._do(item)
                 except Exception as error:  # training must not notice
                     self._on_failure(error)
+                except BaseException as error:  # and this thread must not end of it
+                    self._on_failure(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _do(self, entry: Entry) -> None:
         step = entry.gathered.step()
@@ -163,8 +175,8 @@ class Journal:
             self._write(step, entry.held)
         for name, value in step.scalars.items():  # kept at every step, due or not
             self._write_scalar(step, name, value)
-        if (entry.due or alarms) and len(self._sinks):
-            self._tell_sinks(step, alarms)
+        if (entry.due or alarms) and self._sends:
+            self._sender.send(lambda: values_of(step, alarms), step.batch)
         self._tell_live(step, entry.every, alarms)
         if len(step):
             self._last = (step, entry.every)
@@ -193,13 +205,6 @@ class Journal:
         site = Site(name, "scalar", type="scalar", dtype="float64")
         moment = (next(self._order), step.epoch, step.batch, 0)
         self._writer.summary_line(self._writer.site(site), moment, row)
-
-    def _tell_sinks(self, step: Step, alarms: Sequence[Alarm]) -> None:
-        if len(self._queue) > _BACKLOG:
-            self.passed_over += 1
-            return
-        for problem in self._sinks.log(values_of(step, alarms), step.batch):
-            self._on_problem(problem)
 
     def _tell_live(self, step: Step, every: int, alarms: Sequence[Any]) -> None:
         now = time.monotonic()

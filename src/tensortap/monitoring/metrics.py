@@ -72,6 +72,9 @@ class Layout:
         self.repeated = len(self.keys) < len(self.row_keys)
         self.order: Rows = np.argsort(self.group, kind="stable")
         self.starts: Rows = np.searchsorted(self.group[self.order], np.arange(len(self.keys)))
+        self.sizes: Column = np.array(
+            [math.prod(step.sites[row].shape) for row in self.order[self.starts].tolist()]
+        )
         self._chosen: dict[tuple[str | None, Port | None], Rows] = {}
         self._owners: dict[str | None, tuple[Rows, Rows]] = {}
 
@@ -135,9 +138,9 @@ class Values:
 
     def ratio(self, updates: Rows, params: Rows) -> Column:
         """The size of updates over that of their parameters; undefined for one that is zero."""
-        l2 = self.place("l2")
-        whole = l2[params]
-        return np.where(whole > 0, l2[updates] / whole, np.nan)
+        rms = self.place("rms")  # by value, for an update may be that of a sample
+        whole = rms[params]
+        return np.where(whole > 0, rms[updates] / whole, np.nan)
 
     def norm(self, rows: Rows) -> float:
         """The L2 norm over places, as `clip_grad_norm_` has it: Inf and NaN are not left out."""
@@ -145,7 +148,9 @@ class Values:
             return math.nan
         if self.place("inf")[rows].any():
             return math.inf
-        return math.hypot(*self.stored("l2")[rows].tolist())
+        taken = self.stored("count")[rows]
+        whole = np.sqrt(np.maximum(1.0, self.layout.sizes[rows] / np.maximum(taken, 1.0)))
+        return math.hypot(*(self.stored("l2")[rows] * whole).tolist())
 
     def finite(self) -> Column:
         """How many values of each place are finite."""

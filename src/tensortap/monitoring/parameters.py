@@ -57,6 +57,7 @@ class Parameters:
         self._take_many = take
         self._parameters = list(_parameters(model, layers))
         self._sites: dict[Any, Site] = {}
+        self._taken: set[tuple[int, Port]] = set()
         self.unheard: dict[tuple[str, str], str] = {}
 
     def __len__(self) -> int:
@@ -67,25 +68,33 @@ class Parameters:
         """The layers that own them."""
         return list(dict.fromkeys(parameter.layer for parameter in self._parameters))
 
-    def grads(self) -> Iterator[tuple[Site, torch.Tensor]]:
-        """The gradients that are there now, where they are plain."""
+    def begin(self) -> None:
+        """A step begins: nothing of it was taken yet."""
+        self._taken.clear()
+
+    def at_hand(self) -> Iterator[tuple[Site, torch.Tensor]]:
+        """The tensors behind what was taken in this step, as far as they are still there."""
         for parameter in self._parameters:
-            grad = _grad(parameter.values)
-            if grad is not None and is_plain(grad):
-                yield self._site(parameter, "grad_param", grad), grad
+            found: list[tuple[Port, torch.Tensor | None]] = [
+                ("grad_param", _grad(parameter.values)),
+                ("param", parameter.values),
+                ("update", parameter.before),
+            ]
+            for port, tensor in found:
+                if tensor is not None and is_plain(tensor) and (id(parameter), port) in self._taken:
+                    yield self._site(parameter, port, tensor, sampled=port == "update"), tensor
 
-    def take_values(self) -> None:
-        self._take((parameter, parameter.values) for parameter in self._parameters)
+    def take_values(self, of: Collection[int] | None) -> None:
+        """The parameters of these ids, or all; those that were taken in this step are not again."""
+        self._take(((p, p.values) for p in self._of(of)), "param")
 
-    def take_grads(self) -> None:
-        self._take(
-            ((parameter, _grad(parameter.values)) for parameter in self._parameters), "grad_param"
-        )
+    def take_grads(self, of: Collection[int] | None) -> None:
+        self._take(((p, _grad(p.values)) for p in self._of(of)), "grad_param")
 
-    def remember(self, how: Updates) -> None:
+    def remember(self, how: Updates, of: Collection[int] | None) -> None:
         """Copy what is there now, to know afterwards what a step did. The copies stay in place."""
         with unseen(), torch.no_grad():
-            for parameter in self._parameters:
+            for parameter in self._of(of):
                 values = _local(parameter.values)
                 if values is None or not values.requires_grad:
                     parameter.before = None
@@ -95,34 +104,38 @@ class Parameters:
                     parameter.before = torch.empty_like(now)
                 parameter.before.copy_(now)
 
-    def take_updates(self, how: Updates, moved: Collection[int] | None = None) -> None:
-        """What the step did to the parameters of these ids; `remember` came before it."""
+    def take_updates(self, how: Updates, of: Collection[int] | None) -> None:
+        """What the step did; `remember` came before it."""
         found: list[tuple[Site, torch.Tensor]] = []
         with unseen(), torch.no_grad():
-            for parameter in self._parameters:
+            for parameter in self._of(of):
                 values, before = _local(parameter.values), parameter.before
-                missed = moved is not None and id(parameter.values) not in moved
-                if values is None or before is None or missed:
+                if values is None or before is None or (id(parameter), "update") in self._taken:
                     continue
                 now = values if how == "exact" else _sample(values)
                 if now.shape == before.shape:
                     torch.sub(now, before, out=before)
-                    found.append((self._site(parameter, "update", before), before))
+                    found.append((self._site(parameter, "update", before, sampled=True), before))
+                    self._taken.add((id(parameter), "update"))
             self._take_many(found)
+
+    def _of(self, ids: Collection[int] | None) -> Iterator[_Parameter]:
+        for parameter in self._parameters:
+            if ids is None or id(parameter.values) in ids:
+                yield parameter
 
     def forget(self) -> None:
         """Give the copies back."""
         for parameter in self._parameters:
             parameter.before = None
 
-    def _take(
-        self, tensors: Iterable[tuple[_Parameter, torch.Tensor | None]], port: Port = "param"
-    ) -> None:
+    def _take(self, tensors: Iterable[tuple[_Parameter, torch.Tensor | None]], port: Port) -> None:
         found: list[tuple[Site, torch.Tensor]] = []
         with unseen(), torch.no_grad():
             for parameter, tensor in tensors:
-                if tensor is None:
+                if tensor is None or (id(parameter), port) in self._taken:
                     continue
+                self._taken.add((id(parameter), port))
                 if is_plain(tensor):
                     found.append((self._site(parameter, port, tensor), tensor))
                     continue
@@ -135,9 +148,21 @@ class Parameters:
             self._take_many(found)
 
     def _site(
-        self, parameter: _Parameter, port: Port, tensor: torch.Tensor, tail: str = ""
+        self,
+        parameter: _Parameter,
+        port: Port,
+        tensor: torch.Tensor,
+        tail: str = "",
+        *,
+        sampled: bool = False,
     ) -> Site:
-        key = (id(parameter), port, tail, tensor.shape, tensor.dtype, tensor.device)
+        """Where a tensor stands. That of a sample has the shape of what it was taken from."""
+        if sampled:
+            whole = _local(parameter.values)
+            shape = tensor.shape if whole is None else whole.shape
+        else:
+            shape = tensor.shape
+        key = (id(parameter), port, tail, shape, tensor.dtype, tensor.device)
         site = self._sites.get(key)
         if site is None:
             site = self._sites[key] = Site(
@@ -146,7 +171,7 @@ class Parameters:
                 parameter.leaf + tail,
                 None,
                 parameter.type,
-                tuple(tensor.shape),
+                tuple(shape),
                 dtype_name(tensor.dtype),
                 str(tensor.device),
             )

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import WatchAlarm
 from ..recording.dtypes import dtype_name
 from ..recording.schema import Port, Site
 from ..selection.sites import Site as Layer
@@ -43,6 +44,7 @@ class Gate:
     open: bool = False
     outputs: bool = True
     grads: bool = True
+    over: bool = False  # the next forward pass begins another step
 
 
 @dataclass(eq=False)
@@ -68,13 +70,18 @@ class Places:
         take: Take,
         on_failure: Callable[[Exception], None],
         *,
+        on_forward: Callable[[], None],
         traces_grads: bool,
+        training_only: bool = True,
     ) -> None:
         self._model = model
         self._inner = unwrap(model)  # a traced hook must not reach it by way of its wrapper
         self._gate = gate
         self._take = take
         self._on_failure = on_failure
+        self._on_forward = on_forward
+        self._training_only = training_only
+        self._leaf_handles: list[RemovableHandle] = []
         self._traces_grads = traces_grads
         self._ear = Ear(by_leaf=self._hear)
         self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
@@ -89,6 +96,7 @@ class Places:
         self._open_calls: defaultdict[Any, list[int]] = defaultdict(list)
         self._training: bool | None = None  # inside a forward pass of the whole model
         self.forwards = 0
+        self.evaluations = 0
         self.unheard: dict[tuple[str, str], str] = {}
 
     # Which layers.
@@ -143,6 +151,7 @@ class Places:
     def detach(self) -> None:
         self._gate.open = False
         self._guarded.release()
+        self._drop_leaf_hooks()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,25 +162,47 @@ class Places:
         self._calls.clear()
         self._open_calls.clear()
         self._repeats.clear()
-        self.forwards = 0
+        self._drop_leaf_hooks()
+        self.forwards = self.evaluations = 0
         for place in self._places:
             place.awaiting_grads.clear()
+
+    def _drop_leaf_hooks(self) -> None:
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
 
     # Hooks on the whole model: does it train, or is this an evaluation?
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or recomputing():
             return
-        self._training = self._inner.training and torch.is_grad_enabled()
-        self.forwards += self._training
+        self._training = self._counts() and torch.is_grad_enabled()
+        self.evaluations += torch.is_grad_enabled() and not self._training
         self._stay_last()
+        if self._training:
+            self._forward()
+
+    def _forward(self) -> None:
+        """A forward pass of training: the first behind an optimizer's step begins another step."""
+        if self._gate.over:
+            try:
+                self._on_forward()
+            except WatchAlarm:
+                raise
+            except Exception as error:  # the model must not notice
+                self._on_failure(error)
+        self.forwards += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and not recomputing():
             self._training = None
 
     def _trains(self) -> bool:
-        return self._inner.training if self._training is None else self._training
+        return self._counts() if self._training is None else self._training
+
+    def _counts(self) -> bool:
+        return self._inner.training or not self._training_only
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""
@@ -189,7 +220,8 @@ class Places:
                 return
             if not self._trains():
                 return
-            self.forwards += 1
+            if not recomputing():
+                self._forward()
             if not (self._gate.open and place.on):
                 return
             try:
@@ -228,7 +260,9 @@ class Places:
         for leaf, tensor in leaves:
             if tensor is not None and tensor.requires_grad:
                 register: Any = tensor.register_hook  # untyped in torch
-                register(self._grad_hook(place, call, leaf))
+                handle = register(self._grad_hook(place, call, leaf))
+                if tensor.is_leaf:  # it outlives the step, and so would the hook
+                    self._leaf_handles.append(handle)
         return True
 
     def _grad_hook(self, place: _Place, call: int, leaf: str) -> Callable[[torch.Tensor], None]:
@@ -250,18 +284,19 @@ class Places:
 
     def _trace(self, place: _Place, output: Any) -> None:
         """Called while a graph is traced: nothing here may depend on what changes later."""
-        if not (torch.is_grad_enabled() and self._inner.training):
+        if not (torch.is_grad_enabled() and (self._inner.training or not self._training_only)):
             return
         ear, site = self._ear, 2 * place.index
         for leaf, tensor in _traceable(output, ""):
             ear.speak(tensor, site, leaf)
-            if self._traces_grads and tensor.requires_grad:
+            if self._traces_grads and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(_speaker(ear, site + 1, leaf))  # type: ignore[no-untyped-call]
 
     def _hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:
         """A graph runs, and one of its tensors is there."""
         gate, place = self._gate, self._places[site >> 1]
-        self.forwards += not site & 1
+        if not site & 1 and not recomputing():
+            self._forward()
         if not (gate.open and place.on):
             return
         try:

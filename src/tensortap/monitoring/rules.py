@@ -230,6 +230,11 @@ class Rules:
         return frozenset().union(*(way.needs for rule in self.rules for way in rule.ways))
 
     @property
+    def looks_everywhere(self) -> bool:
+        """Whether a rule asks for what is not finite, at any port: then gradients are read too."""
+        return any(way.first and rule.port is None for rule in self.rules for way in rule.ways)
+
+    @property
     def needs_now(self) -> bool:
         """Whether an alarm must be acted on at its step, not merely told."""
         return any(rule.action != "warn" for rule in self.rules)

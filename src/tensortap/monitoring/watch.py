@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,21 +25,20 @@ import torch
 from torch import nn
 
 from ..errors import OptionError, TapError, WatchAlarm
-from ..recording.schema import Site
 from ..recording.writer import Writer
-from ..selection import select
+from ..selection import Selection, select
 from ..taps import compiled
 from ..taps.session import TapWarning
-from .board import Board, Gathered
+from .board import Board
 from .clock import Clock
 from .hearing import graphs_exist
-from .journal import Entry, Held, Journal
+from .journal import Journal
 from .manifest import manifest_of, rank
-from .parameters import Parameters, Updates
+from .parameters import Parameters
 from .places import Gate, Places
 from .rules import Alarm, Rules
 from .sinks import sinks_of
-from .step import Step
+from .stepping import Stepping, Wanted
 
 if TYPE_CHECKING:
     from .config import Reread
@@ -46,7 +46,9 @@ if TYPE_CHECKING:
 __all__ = ["Watcher", "watch"]
 
 Layers = str | Sequence[str]
+Ids = set[int]
 ClockKind = Literal["optimizer", "manual"]
+_DEFAULT = "runs/train"
 _SEAL_AFTER = 30.0
 _LOG = logging.getLogger("tensortap.watch")
 _ALARMS_KEPT = 1000
@@ -54,20 +56,21 @@ _ALARMS_KEPT = 1000
 
 def watch(
     model: nn.Module,
-    path: str | os.PathLike[str] = "runs/train",
+    path: str | os.PathLike[str] | None = None,
     *,
     layers: Layers = "blocks",
     every: int = 10,
     outputs: bool = True,
     grads: bool = True,
     params: bool | Layers = True,
-    updates: bool | Literal["sampled"] = False,
+    updates: bool | Literal["exact", "sampled"] = False,
     rules: Any = ("nan",),
     sinks: Any = (),
     ring: int = 20,
     clock: ClockKind | torch.optim.Optimizer = "optimizer",
     config: str | os.PathLike[str] | None = None,
     within: Layers | None = None,
+    training_only: bool = True,
     start: int = 0,
     budget: int = 1 << 30,
     overwrite: bool = False,
@@ -77,7 +80,7 @@ def watch(
 
     Args:
         model: any `torch.nn.Module`, compiled or not. Best watched before its first step.
-        path: the folder that the recording of summaries is written to.
+        path: the folder that the recording of summaries is written to; runs/train by default.
         layers: whose outputs to watch (docs/selection.md); by default the repeated blocks.
         every: write every so many steps. Steps count from 0.
         outputs, grads: the outputs of layers; their gradients, and those of parameters.
@@ -94,6 +97,7 @@ def watch(
         config: a JSON or TOML file (docs/rules.md) whose watch_* keys go before the arguments here,
             read again while training when it changes.
         within: the layers that can be switched on later in a compiled model without a new compile.
+        training_only: False listens to a model in eval mode too, whenever gradients are on.
         start: the number of the first step, for training that is resumed.
         budget: the most memory in bytes for full tensors that a "snapshot" rule holds in a step.
         overwrite: replace a recording that is there.
@@ -114,6 +118,7 @@ def watch(
         clock=clock,
         config=config,
         within=within,
+        training_only=training_only,
         start=start,
         budget=budget,
         overwrite=overwrite,
@@ -127,20 +132,21 @@ class Watcher:
     def __init__(
         self,
         model: nn.Module,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None,
         *,
         layers: Layers,
         every: int,
         outputs: bool,
         grads: bool,
         params: bool | Layers,
-        updates: bool | Literal["sampled"],
+        updates: bool | Literal["exact", "sampled"],
         rules: Any,
         sinks: Any,
         ring: int,
         clock: ClockKind | torch.optim.Optimizer,
         config: str | os.PathLike[str] | None,
         within: Layers | None,
+        training_only: bool,
         start: int,
         budget: int,
         overwrite: bool,
@@ -152,99 +158,100 @@ class Watcher:
 
             self._reread = Reread(config)
             told = read_config(config).watch
-            layers = told.layers if told.layers is not None else layers
-            every = told.every if told.every is not None else every
-            outputs = told.outputs if told.outputs is not None else outputs
-            grads = told.grads if told.grads is not None else grads
-            params = told.params if told.params is not None else params
-            updates = told.updates if told.updates is not None else updates
-            rules = told.rules if told.rules is not None else rules
-            ring = told.ring if told.ring is not None else ring
+            path = _told(told.path, path)
+            layers, every = _told(told.layers, layers), _told(told.every, every)
+            outputs, grads = _told(told.outputs, outputs), _told(told.grads, grads)
+            params, updates = _told(told.params, params), _told(told.updates, updates)
+            rules, ring = _told(told.rules, rules), _told(told.ring, ring)
+        path = _DEFAULT if path is None else path
         _check(model, path, every, ring, start, budget, updates, clock)
-        if not (outputs or grads or params or updates):
+        _check_layers("layers", layers)
+        _check_layers("params", params, also_bool=True)
+        if within is not None:
+            _check_layers("within", within)
+        wanted = Wanted(every, outputs, grads, params, updates)
+        if not wanted.ports():
             raise OptionError("Nothing to watch: outputs, grads, params and updates are all off.")
         self.path = os.fspath(path)
-        self.batch = start
         self.alarms: list[Alarm] = []
         self.notes: list[str] = []
         self.failure: str | None = None
         self._model = model
-        self._every = every
-        self._outputs, self._grads = outputs, grads
-        self._params, self._updates = params, updates
         self._manual = clock == "manual"
-        self._budget = budget
-        self._epoch = 0
-        self._scalars: dict[str, float | torch.Tensor] = {}
-        self._pending: Entry | None = None  # the step that ended last, open for late numbers
-        self._held: Held = {}
-        self._held_bytes = 0
-        self._early: list[Alarm] = []
-        self._steps = 0
         self._closed = False
         self._said: set[str] = set()
-        self._use(Rules(rules))
 
         chosen = select(model, layers, default_fallback=layers == "blocks")
         self.notes += chosen.notes
         reach = chosen if within is None else select(model, within)
         devices = sorted({p.device for p in (*model.parameters(), *model.buffers())}, key=str)
-        self._gate = Gate()
-        self._board = Board()
-        changeable = config is not None or within is not None
-        self._places = Places(
-            model, self._gate, self._take, self._fail, traces_grads=grads or changeable
+        board, gate = Board(), Gate()
+        self._stepping = stepping = Stepping(
+            wanted,
+            Rules(rules),
+            board,
+            gate,
+            start=start,
+            budget=budget,
+            on_cpu=all(device.type == "cpu" for device in devices),
+            by_hand=self._manual,
+            act=self._act,
+            say=self._say,
+            next_step=self._follow,
         )
-        self._parameters = Parameters(model, params or True, self._board.take_many)
-        self._on_cpu = all(device.type == "cpu" for device in devices)
-        self._rules.check(self._all_layers(chosen.names))
+        self._traces_grads = bool(grads or config is not None or within is not None)
+        self._places = stepping.places = Places(
+            model,
+            gate,
+            stepping.take,
+            self._fail,
+            on_forward=self._on_forward,
+            traces_grads=self._traces_grads,
+            training_only=training_only,
+        )
+        stepping.parameters = Parameters(model, params or True, board.take_many)
+        stepping.rules.check(list(dict.fromkeys([*chosen.names, *stepping.parameters.layers])))
         sending = sinks_of(sinks)
         self._writer = Writer(
             self.path,
             manifest_of(
                 model,
                 layers=layers,
-                ports=self._port_names(),
+                ports=wanted.ports(),
                 keep="summary",
                 notes=self.notes,
                 mode=mode,
-                structure=None,
                 about={"watch": {"every": every, "ring": ring}},
             ),
             overwrite=overwrite,
             seal_after=_SEAL_AFTER,
             rank=rank(),
         )
-        self._journal = Journal(
+        self._journal = stepping.journal = Journal(
             self._writer,
             sending,
             ring=ring,
-            judge=self._judge_later,
+            judge=stepping.judge_later,
             on_failure=self._fail,
             on_problem=self._say,
             live=rank() == 0,
         )
-        self._clock = Clock(
-            model,
-            self._before_step,
-            self._after_step,
-            forwards=lambda: self._places.forwards,
-            only=clock if isinstance(clock, torch.optim.Optimizer) else None,
-        )
+        only = clock if isinstance(clock, torch.optim.Optimizer) else None
+        self._clock = Clock(model, self._before_step, self._after_step, only=only)
         if graphs_exist():
             compiled.forget()
             if compiled.contains_compiled(model):
                 self.notes.append(
-                    "The model was compiled before: it compiles anew, with the taps inside. To "
-                    "save that, call tap.watch before the first step."
+                    "What was compiled in this process compiles anew, so that the taps are in it. "
+                    "To save that, call tap.watch before anything runs compiled."
                 )
         for device in devices:
-            self._board.prepare(device)
+            board.prepare(device)
         self._places.attach([*reach.layers, *chosen.layers])
         self._places.choose(chosen.layers)
         self._clock.attach()
         atexit.register(self._at_exit)
-        self._begin_step()
+        stepping.begin()
 
     # Reading off.
 
@@ -252,6 +259,11 @@ class Watcher:
     def layers(self) -> list[str]:
         """The layers whose outputs are watched now."""
         return self._places.names
+
+    @property
+    def batch(self) -> int:
+        """The number of the step that runs, or that comes next."""
+        return self._stepping.batch
 
     # While it runs.
 
@@ -263,15 +275,20 @@ class Watcher:
                 'for nothing. To say yourself when a step ends: tap.watch(…, clock="manual").'
             )
             return
-        self._after_step()
+        self._guarded(self._stepping.by_hand)
 
     def epoch(self, number: int) -> None:
         """Say which epoch the steps from now on belong to."""
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        try:
+            whole = -1 if isinstance(number, bool) else operator.index(number)
+        except TypeError:
+            whole = -1
+        if whole < 0:
             raise OptionError(f"epoch must be a whole number from 0, got {number!r}.")
-        self._epoch = number
+        self._guarded(self._stepping.forward)
+        self._stepping.epoch = whole
 
-    def log(self, values: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def log(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
         """Keep numbers of your own with this step: `watch.log(loss=loss)`.
 
         Behind the optimizer's step, and before the next forward, it is still the step that ended.
@@ -286,27 +303,7 @@ class Watcher:
                 )
             else:
                 numbers[str(name)] = number
-        if self._steps and not self._places.forwards and not len(self._board):
-            self._log_late(numbers)
-        else:
-            self._scalars.update(numbers)
-
-    def _log_late(self, numbers: dict[str, float | torch.Tensor]) -> None:
-        if self._closed or self.failure is not None:
-            return
-        if self._pending is None:
-            empty = Board().gather(self._epoch, self.batch - 1, {})
-            self._pending = Entry(empty, False, self._every, [])
-        entry = self._pending
-        entry.gathered.tell(numbers)
-        if entry.alarms is None:
-            return  # judged later, with these numbers in it
-        alone = Board().gather(self._epoch, entry.gathered.batch, numbers).step()
-        found = self._rules.judge(alone) if self._rules else []
-        entry.alarms += found
-        if found:
-            self._settle()
-        self._act(found)
+        self._stepping.tell(numbers)
 
     def set(
         self,
@@ -316,35 +313,63 @@ class Watcher:
         outputs: bool | None = None,
         grads: bool | None = None,
         params: bool | Layers | None = None,
-        updates: bool | Literal["sampled"] | None = None,
+        updates: bool | Literal["exact", "sampled"] | None = None,
         rules: Any = None,
     ) -> None:
         """Change what is watched, from the next step on, without compiling anew."""
+        self._guarded(self._stepping.forward)
+        self._set(every, layers, outputs, grads, params, updates, rules)
+        stepping = self._stepping
+        if not len(stepping.board) and not self._places.forwards and not self._stopped:
+            stepping.open_gate()  # the step that runs has not begun in earnest
+
+    def _set(
+        self,
+        every: int | None,
+        layers: Layers | None,
+        outputs: bool | None,
+        grads: bool | None,
+        params: bool | Layers | None,
+        updates: bool | Literal["exact", "sampled"] | None,
+        rules: Any,
+    ) -> None:
+        stepping, wanted = self._stepping, self._stepping.wanted
+        parameters = stepping.parameters
         if every is not None:
             _check_whole("every", every, 1)
-            self._every = every
-        if layers is not None:
-            self._choose(layers)
-        self._outputs = self._outputs if outputs is None else outputs
-        self._grads = self._grads if grads is None else grads
-        if params is not None and params != self._params:
-            self._params = params
-            self._parameters = Parameters(self._model, params or True, self._board.take_many)
-        if updates is not None and updates != self._updates:
+        if updates is not None:
             _check_updates(updates)
-            self._updates = updates
-            self._parameters.forget()
-        if rules is not None:
-            changed = Rules(rules, after=self._rules)
-            changed.check(self._all_layers())
-            self._use(changed)
-        if not len(self._board) and not self._places.forwards:
-            self._open_gate()  # the step that runs has not begun in earnest
+        if grads and not self._traces_grads and compiled.contains_compiled(self._model):
+            raise OptionError(
+                "The gradients of outputs have no tap in the compiled graph. Begin the watch with "
+                "grads=True, or with within=, to switch them on later."
+            )
+        chosen = None if layers is None else self._selected(layers)
+        if params is not None and params != wanted.params:
+            _check_layers("params", params, also_bool=True)
+            parameters = Parameters(self._model, params or True, stepping.board.take_many)
+        changed = None if rules is None else Rules(rules, after=stepping.rules)
+        if changed is not None:
+            names = self.layers if chosen is None else chosen.names
+            changed.check(list(dict.fromkeys([*names, *parameters.layers])))
+        # All is well: from here on things change.
+        if chosen is not None:
+            self._places.choose(chosen.layers)
+        if changed is not None:
+            stepping.use(changed)
+        wanted.every = _told(every, wanted.every)
+        wanted.outputs = _told(outputs, wanted.outputs)
+        wanted.grads = _told(grads, wanted.grads)
+        wanted.params = _told(params, wanted.params)
+        stepping.parameters = parameters
+        if updates is not None and updates != wanted.updates:
+            wanted.updates = updates
+            stepping.parameters.forget()
 
     def flush(self) -> None:
         """Return when every step that is over stands on disk, open to any reader."""
         if not self._closed:
-            self._settle()
+            self._guarded(self._stepping.forward)
             self._journal.drain()
             self._writer.flush(sync=True)
 
@@ -357,16 +382,10 @@ class Watcher:
         self._places.detach()
         self._clock.detach()
         reason = self.failure or failure
-        self._settle()
-        unfinished = self._board.gather(self._epoch, self.batch, self._scalars)
-        if unfinished.sites or self._scalars or reason:
-            entry = Entry(unfinished, True, self._every, list(self._early), self._held)
-            entry.broken = reason is not None
-            self._journal.put(entry)
+        late = self._finish(reason is not None)
         self._journal.close()
-        self._parameters.forget()
-        self._held = {}
         self.notes += self._last_words()
+        parameters = self._stepping.parameters
         self._writer.close(
             status="failed" if reason else "complete",
             failure=reason,
@@ -374,7 +393,7 @@ class Watcher:
             skipped=[
                 {"layer": layer, "port": "output", "leaf": leaf, "reason": why, "count": 1}
                 for (layer, leaf), why in sorted(
-                    {**self._places.unheard, **self._parameters.unheard}.items()
+                    {**self._places.unheard, **parameters.unheard}.items()
                 )
             ],
             selection={
@@ -385,6 +404,18 @@ class Watcher:
         if self._writer.failure and self.failure is None:
             self.failure = self._writer.failure
             self._warn(f"tensortap stopped writing to {self.path}: {self.failure}.")
+        if late is not None and reason is None:
+            raise late
+
+    def _finish(self, broken: bool) -> WatchAlarm | None:
+        """Hand over the last step; a rule that raises does so when all is on disk."""
+        try:
+            self._stepping.finish(broken)
+        except WatchAlarm as alarm:
+            return alarm
+        except Exception as error:  # training must not notice
+            self._fail(error)
+        return None
 
     def _at_exit(self) -> None:
         """The interpreter ends with the watch open; it may have died of an exception."""
@@ -403,149 +434,61 @@ class Watcher:
         text = f": {error}" if error is not None and str(error) else ""
         self.close(None if kind is None else f"training raised {kind.__name__}{text}")
 
-    # A step, from its beginning to its end.
+    # Inside.
 
     @property
-    def _due(self) -> bool:
-        return self.batch % self._every == 0
+    def _stopped(self) -> bool:
+        return self._closed or self.failure is not None
 
-    def _how(self) -> Updates:
-        return "sampled" if self._updates == "sampled" else "exact"
-
-    def _wants(self, port: str) -> bool:
-        """Whether parameters are looked at in this step: it is written, or a rule asks."""
-        return self._due or port in self._rules.needs
-
-    def _begin_step(self) -> None:
-        self._places.begin()
-        self._scalars = {}
-        self._held, self._held_bytes, self._early = {}, 0, []
-        self._open_gate()
-        if self._manual and self._updates and self._wants("update"):
-            self._parameters.remember(self._how())
-
-    def _open_gate(self) -> None:
-        self._gate.outputs, self._gate.grads = self._outputs, self._grads
-        wanted = self._due or bool(self._rules)
-        self._gate.open = wanted and not self._closed and self.failure is None
-
-    def _before_step(self) -> None:
-        """An optimizer is about to step: gradients are as it will see them."""
-        if self._closed or self.failure is not None:
+    def _guarded(self, do: Callable[..., None], *args: Any) -> None:
+        """Do something of ours inside the training loop: only an alarm may leave it."""
+        if self._stopped:
             return
         try:
-            if self._grads and self._wants("grad_param"):
-                self._parameters.take_grads()
-            if self._updates and not self._manual and self._wants("update"):
-                self._parameters.remember(self._how())
-            if self._rules.needs_now:
-                self._judge_early()
+            do(*args)
         except WatchAlarm:
             raise
         except Exception as error:  # training must not notice
             self._fail(error)
 
-    def _after_step(self) -> None:
-        if self._closed or self.failure is not None:
-            return
-        try:
-            if self._params and self._wants("param"):
-                self._parameters.take_values()
-            if self._updates and self._wants("update"):
-                moved = None if self._manual else self._clock.moved
-                self._parameters.take_updates(self._how(), moved)
-            self._end_step()
-        except WatchAlarm:
-            raise
-        except Exception as error:  # training must not notice
-            self._fail(error)
+    def _on_forward(self) -> None:
+        self._guarded(self._stepping.forward)
 
-    def _end_step(self) -> None:
-        if not (self._due or len(self._board) or self._rules or self._scalars):
-            self._settle()  # nothing was asked of this step
-            self._next()
-            return
-        gathered = self._board.gather(self._epoch, self.batch, self._scalars)
-        alarms: list[Alarm] | None = None
-        if self._on_cpu or self._rules.needs_now:
-            new = self._rules.judge(gathered.step()) if self._rules else []
-            alarms = self._early + new
-        else:
-            new = []
-        self._hand_over(gathered, alarms)
-        self._next()
-        self._act(new)
+    def _before_step(self, who: int, moved: Ids, inside: bool) -> None:
+        self._guarded(self._stepping.before, who, moved, inside)
 
-    def _hand_over(self, gathered: Gathered, alarms: list[Alarm] | None) -> None:
-        wanted = alarms is not None and any(alarm.action == "snapshot" for alarm in alarms)
-        held = self._held if wanted else {}
-        self._settle()
-        self._pending = Entry(gathered, self._due, self._every, alarms, held)
-        if alarms:
-            self._settle()
+    def _after_step(self, who: int, moved: Ids) -> None:
+        self._guarded(self._stepping.after, who, moved)
+        if self._places.evaluations and not self._places.forwards:
+            self._say(
+                "The model trains in eval mode, which is taken for an evaluation: its outputs and "
+                "their gradients are not watched. Call model.train(), or watch it all the same "
+                "with training_only=False."
+            )
 
-    def _settle(self) -> None:
-        """The step that ended last is complete: write it down."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._journal.put(pending)
-
-    def _next(self) -> None:
-        self.batch += 1
-        self._steps += 1
-        if self._reread is not None:
-            self._follow(self._reread)
-        self._begin_step()
-
-    def _follow(self, reread: Reread) -> None:
+    def _follow(self) -> None:
         """Take what the config file says now; what is wrong with it is said and changes nothing."""
+        if self._reread is None:
+            return
         try:
-            told = reread.changed()
+            told = self._reread.changed()
             if told is not None:
-                self.set(
-                    every=told.every,
-                    layers=told.layers,
-                    outputs=told.outputs,
-                    grads=told.grads,
-                    params=told.params,
-                    updates=told.updates,
-                    rules=told.rules,
+                self._set(
+                    told.every,
+                    told.layers,
+                    told.outputs,
+                    told.grads,
+                    told.params,
+                    told.updates,
+                    told.rules,
                 )
         except (TapError, TapWarning) as error:
-            self._say(f"The new configuration was not taken: {error}")
+            text = f"The new configuration was not taken: {error}"
+            self.notes.append(text)
+            self._warn(text)
 
-    # Rules.
-
-    def _use(self, rules: Rules) -> None:
-        self._rules = rules
-        self._snapshots = rules.needs_tensors
-
-    def _all_layers(self, watched: Sequence[str] | None = None) -> list[str]:
-        """The names that a rule may speak of: watched layers and owners of parameters."""
-        names = self.layers if watched is None else list(watched)
-        return list(dict.fromkeys([*names, *self._parameters.layers]))
-
-    def _judge_early(self) -> None:
-        """Before the weights are touched, for rules whose user wants to act on it."""
-        gathered = self._board.gather(self._epoch, self.batch, self._scalars, clear=False)
-        found = self._rules.judge(gathered.step())
-        self._early += found
-        if any(alarm.action == "snapshot" for alarm in found):
-            for site, tensor in self._parameters.grads():
-                self._hold(site, 0, tensor)
-        if any(alarm.action == "raise" for alarm in found):
-            whole = self._board.gather(self._epoch, self.batch, self._scalars)
-            self._hand_over(whole, self._early)
-            self._next()
-        self._act(found)
-
-    def _judge_later(self, step: Step) -> list[Alarm]:
-        """In the journal's thread, where nobody waits for the answer."""
-        found = self._rules.judge(step) if self._rules else []
-        self._act(found)
-        return found
-
-    def _act(self, alarms: Sequence[Alarm]) -> None:
+    def _act(self, alarms: Sequence[Alarm]) -> Alarm | None:
+        """Do what the rules say; the first alarm that is to be raised comes back."""
         raising: Alarm | None = None
         for alarm in alarms:
             self.alarms.append(alarm)
@@ -561,37 +504,10 @@ class Watcher:
                     )
             else:
                 self._warn(alarm.text)
-        if raising is not None:
-            self.flush()
-            raise WatchAlarm(raising.text, raising)
+        return raising
 
-    # Taking and keeping.
-
-    def _take(self, site: Site, call: int, tensor: torch.Tensor) -> None:
-        taken = self._board.take(site, call, tensor)
-        if not taken:
-            self._say(
-                f"Step {self.batch} has {len(self._board)} records and does not end: no optimizer "
-                "that holds a parameter of this model has stepped. The rest of the step is left "
-                'out. With another kind of loop, use clock="manual" and call watch.step().'
-            )
-        if taken and self._snapshots and site.port in ("output", "grad_output"):
-            self._hold(site, call, tensor)
-
-    def _hold(self, site: Site, call: int, tensor: torch.Tensor) -> None:
-        """Copy a tensor, in case a rule wants a snapshot of this step."""
-        nbytes = tensor.numel() * tensor.element_size()
-        if self._held_bytes + nbytes > self._budget:
-            self._say(
-                f"A snapshot of step {self.batch} needs more than the budget of {self._budget} "
-                "bytes: some tensors are known by their summaries alone. Raise budget=."
-            )
-            return
-        self._held_bytes += nbytes
-        with torch.no_grad():
-            self._held[(site, call)] = tensor.detach().clone()
-
-    def _choose(self, layers: Layers) -> None:
+    def _selected(self, layers: Layers) -> Selection:
+        _check_layers("layers", layers)
         chosen = select(self._model, layers, default_fallback=layers == "blocks")
         if compiled.contains_compiled(self._model):
             beyond = self._places.beyond(chosen.layers)
@@ -601,28 +517,18 @@ class Watcher:
                     f"'{beyond[0]}' first. Name all that may be switched on later when the watch "
                     "begins: tap.watch(…, within=…)."
                 )
-        self._places.choose(chosen.layers)
-
-    def _port_names(self) -> list[str]:
-        ports = {
-            "output": self._outputs,
-            "grad_output": self._grads,
-            "grad_param": self._grads,
-            "param": self._params,
-            "update": self._updates,
-        }
-        return [name for name, on in ports.items() if on]
+        return chosen
 
     # Trouble.
 
     def _last_words(self) -> list[str]:
-        words = self._rules.notes() if self._steps else []
-        if self._board.captured:
+        words = self._stepping.rules.notes() if self._stepping.steps else []
+        if self._stepping.board.captured:
             words.append(
                 "Some layers ran inside a CUDA graph that was captured while they were watched; "
                 "what such a graph replays cannot be heard."
             )
-        if self._steps == 0:
+        if self._stepping.steps == 0:
             words.append(
                 "No step was seen: no optimizer that holds a parameter of this model has stepped. "
                 'With another kind of loop, use clock="manual" and call watch.step().'
@@ -636,7 +542,7 @@ class Watcher:
 
     def _fail(self, error: Exception) -> None:
         """Something of ours went wrong: watch no more, say it once, let training run on."""
-        self._gate.open = False
+        self._stepping.gate.open = False
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
             self._warn(
@@ -656,15 +562,19 @@ class Watcher:
             _LOG.warning(text)
 
 
+def _told(told: Any, otherwise: Any) -> Any:
+    return otherwise if told is None else told
+
+
 def _scalar(value: Any) -> float | torch.Tensor | None:
     if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
             return None
         with torch.no_grad():
             return float(value) if value.is_cpu else value.detach().reshape(()).clone()
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
@@ -692,6 +602,15 @@ def _check(
     _check_updates(updates)
     if clock not in ("optimizer", "manual") and not isinstance(clock, torch.optim.Optimizer):
         raise OptionError(f"clock must be 'optimizer', 'manual' or an optimizer, got {clock!r}.")
+
+
+def _check_layers(name: str, layers: object, *, also_bool: bool = False) -> None:
+    if also_bool and isinstance(layers, bool):
+        return
+    if not isinstance(layers, str) and not (
+        isinstance(layers, Sequence) and all(isinstance(item, str) for item in layers)
+    ):
+        raise OptionError(f"{name} must be a pattern or a list of patterns, got {layers!r}.")
 
 
 def _check_whole(name: str, value: object, least: int) -> None:

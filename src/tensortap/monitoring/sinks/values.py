@@ -77,7 +77,7 @@ def _statistics(key: Key, summary: Summary, merged: Mapping[Key, Summary]) -> di
     elif port == "update":
         parameter = merged.get((layer, "param", leaf))
         if parameter is not None and parameter.l2 > 0:
-            found["ratio"] = summary.l2 / parameter.l2
+            found["ratio"] = summary.rms / parameter.rms  # by value: it may be that of a sample
     return found
 
 
