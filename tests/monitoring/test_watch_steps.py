@@ -482,3 +482,61 @@ def test_odd_numbers_do_not_end_training(path: Path) -> None:
         watch.step()
     run = tap.open(path)
     assert [(r.layer, r.epoch) for r in run.records if r.port == "scalar"] == [("values", 3)]
+
+
+def test_a_process_that_changes_its_folder_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with tap.watch(model, "rel", layers=["a"], every=1, params=False) as watch:
+        for i, x in enumerate(inputs(4)):
+            passes(model, x)
+            optimizer.step()
+            if i == 1:
+                monkeypatch.chdir(tmp_path / "elsewhere")
+    assert watch.failure is None
+    assert list(of(tmp_path / "rel", "output")) == [0, 1, 2, 3]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_live_page_that_cannot_be_written_ends_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensortap.monitoring import journal
+
+    def fail(*args: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(journal, "write_live", fail)
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with (
+        pytest.warns(tap.TapWarning, match=r"live\.json was not written: Input/output error"),
+        tap.watch(model, path, layers=["a"], every=1, params=False) as watch,
+    ):
+        for x in inputs(3):
+            passes(model, x)
+            optimizer.step()
+    assert watch.failure is None and list(of(path, "output")) == [0, 1, 2]
+
+
+def test_leaving_by_exit_zero_is_no_failure(tmp_path: Path) -> None:
+    for code, status in ((0, "complete"), (3, "failed")):
+        with pytest.raises(SystemExit), tap.watch(Two(), tmp_path / str(code), layers=["a"]):
+            raise SystemExit(code)
+        assert tap.open(tmp_path / str(code), partial=True).status == status
+
+
+def test_warnings_show_the_line_of_the_user(path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with (
+        pytest.warns(tap.TapWarning) as said,
+        tap.watch(model, path, layers=["a"], params=False),
+    ):
+        passes(model, torch.full((1, 4), float("inf")))
+        optimizer.step()
+    assert {Path(w.filename).name for w in said} == {Path(__file__).name}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import RecordingError
 from ..numerics.summary import WIDTH
 from ..recording.rows import fill_row
 from ..recording.schema import Site
@@ -134,10 +135,7 @@ class Journal:
             )
         if self._last is not None and not self._thread.is_alive():
             self._live_at = -math.inf  # so that whoever follows the run sees its last step
-            try:
-                self._tell_live(*self._last, ())
-            except OSError as error:
-                self._on_problem(f"live.json was not written: {error.strerror or error}.")
+            self._tell_live(*self._last, ())
         self._sender.close()
 
     def _tell(self, item: threading.Event | None) -> None:
@@ -178,19 +176,25 @@ class Journal:
         if (entry.due or alarms) and self._sends:
             self._sender.send(lambda: values_of(step, alarms), step.batch)
         self._tell_live(step, entry.every, alarms)
+        if self._writer.failure is not None:
+            raise RecordingError(self._writer.failure)
         if len(step):
             self._last = (step, entry.every)
 
     def _write(self, step: Step, held: Held) -> None:
         self.written += 1
+        rest = dict(held)
         for row, (site, call) in enumerate(zip(step.sites, step.calls, strict=True)):
             moment = (next(self._order), step.epoch, step.batch, call)
             number = self._number(site)
-            tensor = held.get((site, call))
+            tensor = rest.pop((site, call), None)
             if tensor is not None:
                 self._writer.line(number, moment, self._writer.take(tensor))
             else:
                 self._writer.summary_line(number, moment, step.table[row])
+        for (site, call), tensor in rest.items():  # held, though not summed up in this step
+            moment = (next(self._order), step.epoch, step.batch, call)
+            self._writer.line(self._number(site), moment, self._writer.take(tensor))
 
     def _number(self, site: Site) -> int:
         """The writer's number of a site; by identity, for the same sites come in every step."""
@@ -213,7 +217,10 @@ class Journal:
                 self._rate = (step.batch - self._seen[1]) / (now - self._seen[0])
             self._seen, self._live_at = (now, step.batch), now
             text = live_text(step, self._recent, every=every, rate=self._rate)
-            write_live(self._writer.store, text)
+            try:
+                write_live(self._writer.store, text)
+            except OSError as error:  # onlookers miss a look; the recording is another matter
+                self._on_problem(f"live.json was not written: {error.strerror or error}.")
 
     def _is_time(self) -> bool:
         return self._live and time.monotonic() - self._live_at >= _LIVE_EVERY

@@ -73,7 +73,7 @@ class Parameters:
         self._taken.clear()
 
     def at_hand(self) -> Iterator[tuple[Site, torch.Tensor]]:
-        """The tensors behind what was taken in this step, as far as they are still there."""
+        """The tensors that are there now: values, gradients, and the updates that were taken."""
         for parameter in self._parameters:
             found: list[tuple[Port, torch.Tensor | None]] = [
                 ("grad_param", _grad(parameter.values)),
@@ -81,7 +81,8 @@ class Parameters:
                 ("update", parameter.before),
             ]
             for port, tensor in found:
-                if tensor is not None and is_plain(tensor) and (id(parameter), port) in self._taken:
+                known = port != "update" or (id(parameter), port) in self._taken
+                if known and tensor is not None and is_plain(tensor):
                     yield self._site(parameter, port, tensor, sampled=port == "update"), tensor
 
     def take_values(self, of: Collection[int] | None) -> None:

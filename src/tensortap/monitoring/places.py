@@ -349,8 +349,9 @@ class Places:
 
 
 def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor) -> None:
-        ear.speak(grad, site, leaf)
+    def hook(grad: torch.Tensor | None) -> None:
+        if grad is not None:  # compiled autograd traces with none
+            ear.speak(grad, site, leaf)
 
     return hook
 

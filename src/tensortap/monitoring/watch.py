@@ -16,15 +16,17 @@ import logging
 import operator
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from ..errors import OptionError, TapError, WatchAlarm
+from ..errors import OptionError, RecordingError, TapError, WatchAlarm
 from ..recording.writer import Writer
 from ..selection import Selection, select
 from ..taps import compiled
@@ -372,6 +374,8 @@ class Watcher:
             self._guarded(self._stepping.forward)
             self._journal.drain()
             self._writer.flush(sync=True)
+            if self._writer.failure is not None:
+                self._fail(RecordingError(self._writer.failure))
 
     def close(self, failure: str | None = None) -> None:
         """Stop listening and write what is left. Closing twice is harmless."""
@@ -431,8 +435,10 @@ class Watcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        done = isinstance(error, SystemExit) and error.code in (None, 0)
         text = f": {error}" if error is not None and str(error) else ""
-        self.close(None if kind is None else f"training raised {kind.__name__}{text}")
+        failure = None if kind is None or done else f"training raised {kind.__name__}{text}"
+        self.close(failure)
 
     # Inside.
 
@@ -557,9 +563,18 @@ class Watcher:
 
     def _warn(self, text: str) -> None:
         try:
-            warnings.warn(text, TapWarning, stacklevel=4)
+            warnings.warn(text, TapWarning, stacklevel=_outside())
         except TapWarning:  # warnings are errors here, but training must not die of this one
             _LOG.warning(text)
+
+
+def _outside() -> int:
+    """How far up the caller is whose line a warning should show: neither ours nor torch's."""
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), threading.__file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _told(told: Any, otherwise: Any) -> Any:

@@ -49,10 +49,10 @@ def open_store(path: str | os.PathLike[str]) -> Store:
 
 
 class LocalStore:
-    """A folder on this machine."""
+    """A folder on this machine; it stays where it is when the process changes its own."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = root.absolute()
         self.url = str(root)
         self._maps: dict[str, mmap.mmap] = {}
 
@@ -61,7 +61,7 @@ class LocalStore:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RecordingError(
-                f"Cannot create the folder {self.root}: {error.strerror}. Choose another place."
+                f"Cannot create the folder {self.url}: {error.strerror}. Choose another place."
             ) from None
 
     def names(self) -> list[str]:
