@@ -354,3 +354,22 @@ def test_a_nan_is_named_at_its_step(path: Path) -> None:
     alarm = watch.alarms[0]
     assert (alarm.layer, alarm.port, alarm.batch) == ("blocks.1", "output", 5)
     assert steps(path) == [0, 2, 3, 4, 5]
+
+
+def test_compiled_autograd_gets_its_gradients(path: Path) -> None:
+    """A hook that returns nothing would be taken for no gradient at all."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    with (
+        tap.watch(net, path, layers="leaves", every=1) as watch,
+        torch._dynamo.config.patch(compiled_autograd=True),
+    ):
+        step = torch.compile(lambda: net(x).square().mean().backward(), backend="aot_eager")
+        for _ in range(2):
+            optimizer.zero_grad()
+            step()
+            optimizer.step()
+    assert watch.failure is None
+    found = [r.batch for r in tap.open(path)["0"].records if r.port == "grad_output"]
+    assert found == [0, 1]

@@ -540,3 +540,28 @@ def test_warnings_show_the_line_of_the_user(path: Path) -> None:
         passes(model, torch.full((1, 4), float("inf")))
         optimizer.step()
     assert {Path(w.filename).name for w in said} == {Path(__file__).name}
+
+
+@pytest.mark.parametrize("by_optimizer", [True, False])
+def test_a_clock_by_hand_counts_once(path: Path, by_optimizer: bool) -> None:
+    model, true, moved = Two(), [], []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+    with tap.watch(model, path, layers=["a"], every=1, updates=True, clock="manual") as watch:
+        for x in inputs(4):
+            model.zero_grad()
+            passes(model, x)
+            true.append(norm(model.a.weight.grad))
+            before = model.a.weight.detach().clone()
+            if by_optimizer:
+                optimizer.step()
+            else:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.1 * p.grad
+            moved.append(norm(model.a.weight - before))
+            watch.step()
+        assert watch.batch == 4
+    assert of(path, "grad_param", "a", ".weight") == {i: [v] for i, v in enumerate(true)}
+    found = of(path, "update", "a", ".weight")
+    assert [v for values in found.values() for v in values] == pytest.approx(moved)
+    assert list(of(path, "output")) == [0, 1, 2, 3]

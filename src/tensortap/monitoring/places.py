@@ -348,10 +348,10 @@ class Places:
         return site
 
 
-def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], None]:
-    def hook(grad: torch.Tensor | None) -> None:
-        if grad is not None:  # compiled autograd traces with none
-            ear.speak(grad, site, leaf)
+def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        ear.speak(grad, site, leaf)
+        return grad  # compiled autograd would take nothing for no gradient
 
     return hook
 

@@ -165,7 +165,7 @@ class Stepping:
             self.parameters.take_grads(moved)
         if self._wants("update") and not self._by_hand:
             self.parameters.remember(self._how(), moved)
-        if not inside:
+        if not inside and not self._by_hand:
             self.gate.over = True  # also when the optimizer raises, and training goes on
         if self.rules.needs_now:
             self._judge()
