@@ -199,7 +199,7 @@ void write_row(const State& s, std::size_t n, double scale, double* out) {
     return;
   }
   const double low = s.min + 0.0, high = s.max + 0.0;
-  out[7] = s.mean / scale;
+  out[7] = s.mean / scale + 0.0;  // zeros have a mean of 0, not of -0
   out[8] = std::sqrt(s.m2 / finite) / scale;
   out[9] = low;
   out[10] = high;
