@@ -136,3 +136,25 @@ def test_options_reach_it_by_name() -> None:
 def test_bad_options_are_told(options: dict[str, object], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         build(**options)  # type: ignore[arg-type]
+
+
+def test_the_training_demo_is_watched(tmp_path, monkeypatch, capsys) -> None:
+    import json
+
+    import tensortap as tap
+    from tensortap.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        main(["demo", "--train", "--steps", "12", "--break-at", "7", "--json"])
+    assert done.value.code == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["path"] == "runs/train" and said["steps"] == 12
+    (alarm,) = said["alarms"]
+    assert (alarm["layer"], alarm["port"], alarm["batch"]) == ("blocks.4", "output", 7)
+    run = tap.open("runs/train")
+    assert {r.batch for r in run.records if r.port == "output"} >= {0, 5, 6, 7, 10}
+    for wrong in (["--steps", "3"], ["--train", "--steps", "0"], ["--train", "--break-at", "99"]):
+        with pytest.raises(SystemExit) as done:
+            main(["demo", "-o", "other", *wrong])
+        assert done.value.code == 2

@@ -565,3 +565,124 @@ def test_a_clock_by_hand_counts_once(path: Path, by_optimizer: bool) -> None:
     found = of(path, "update", "a", ".weight")
     assert [v for values in found.values() for v in values] == pytest.approx(moved)
     assert list(of(path, "output")) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ask", ["set", "flush", "epoch"])
+def test_a_rule_s_function_may_ask_the_watch_for_things(path: Path, ask: str) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    asked = {
+        "set": lambda: watch.set(every=1),
+        "flush": lambda: watch.flush(),
+        "epoch": lambda: watch.epoch(1),
+    }
+
+    def closer(alarm: tap.Alarm) -> None:
+        assert alarm.batch == 5
+        asked[ask]()
+
+    rules = {"output: absmax > 50": closer}
+    with tap.watch(model, path, layers=["a"], every=3, updates=True, rules=rules) as watch:
+        for i, x in enumerate(inputs(9)):
+            model.zero_grad()
+            passes(model, x if i != 5 else x * 1e3)
+            optimizer.step()
+            watch.log(it=i)
+        assert watch.batch == 9
+    run = tap.open(path)
+    assert {r.batch: r.summary.mean for r in run["it"].records} == {i: i for i in range(9)}
+    steps = [0, 3, 5, 6, 7, 8] if ask == "set" else [0, 3, 5, 6]
+    ring = [i for i in (1, 2, 4) if i in of(path, "output")]
+    assert list(of(path, "update", "a", ".weight")) == [i for i in steps if i != 5 or ask == "set"]
+    assert sorted(of(path, "output")) == sorted({*steps, *ring})
+
+
+def test_optimizers_that_take_turns_are_both_written(path: Path) -> None:
+    model = Two()
+    pair = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model.a, model.b)]
+    with tap.watch(model, path, layers=["a"], every=10, updates=True):
+        for x in inputs(2) * 21:
+            for optimizer in pair:
+                optimizer.zero_grad()
+                passes(model, x)
+                optimizer.step()
+    assert list(of(path, "update", "a", ".weight")) == [0, 20, 40, 60, 80]
+    assert list(of(path, "update", "b", ".weight")) == [21, 41, 61, 81]
+
+
+def test_what_is_raised_is_on_disk(path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    watch = tap.watch(model, path, layers=["a"], every=100, ring=2, rules={"nan": "raise"})
+    with pytest.raises(tap.WatchAlarm):
+        for i, x in enumerate(inputs(9)):
+            passes(model, x if i != 5 else x * float("nan"))
+            optimizer.step()
+    assert list(of(path, "output")) == [0, 3, 4, 5]
+    watch.close()
+
+
+def test_a_raise_about_a_late_number_leaves_at_once(path: Path) -> None:
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with (
+        pytest.raises(tap.WatchAlarm, match="Step 2"),
+        tap.watch(model, path, layers=["a"], rules={"loss > 1": "raise"}) as watch,
+    ):
+        for i, x in enumerate(inputs(9)):
+            passes(model, x)
+            optimizer.step()
+            watch.log(loss=i)
+        raise AssertionError("it ran on")
+    assert i == 2 and tap.open(path, partial=True).status == "failed"
+
+
+def test_the_first_bad_gradient_is_the_first_of_the_backward_pass(path: Path) -> None:
+    class Poison(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * float("nan")
+
+    class Bad(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Poison.apply(super().forward(x))
+
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), Bad(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with (
+        pytest.warns(tap.TapWarning, match=r"of '2', in the backward pass. It is the first"),
+        tap.watch(model, path, layers=["4"], every=100),
+    ):
+        passes(model, torch.randn(3, 4))
+        optimizer.step()
+
+
+def test_watches_in_several_threads(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def train(number: int) -> None:
+        try:
+            model = Two()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            for turn in range(4):
+                with tap.watch(model, tmp_path / f"{number}-{turn}", layers=["a"], params=False):
+                    for x in inputs(15):
+                        passes(model, x)
+                        optimizer.step()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number in range(3):
+        for turn in range(4):
+            assert list(of(tmp_path / f"{number}-{turn}", "output")) == [0, 10]

@@ -9,6 +9,7 @@ forward pass.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,19 +47,12 @@ class Clock:
         self._only = None if only is None else weakref.ref(only)
         self._ours: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._running: list[weakref.ref[Any]] = []  # one inside the other: Lookahead, SAM, ZeRO
-        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        apart: Any = torch.compiler.disable  # a compiled step has no business in our code
-        self._handles = [
-            register_optimizer_step_pre_hook(apart(self._pre)),
-            register_optimizer_step_post_hook(apart(self._post)),
-        ]
+        _HOOKS.add(self)
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        _HOOKS.remove(self)
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._only is not None:
@@ -70,7 +64,7 @@ class Clock:
             self._ours[optimizer] = known
         return known
 
-    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def pre(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self._is_ours(optimizer):
             return None
 
@@ -85,13 +79,76 @@ class Clock:
             before(inside=False)
         return given
 
-    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def post(self, optimizer: Any) -> None:
         if not self._is_ours(optimizer):
             return
         outer = next((i for i, ref in enumerate(self._running) if ref() is optimizer), 0)
         del self._running[outer:]
         if not self._running:
             self._after(id(optimizer), _held(optimizer))
+
+
+class _Hooks:
+    """One pair of torch's global hooks for all clocks.
+
+    torch walks over its hooks while they run, so none may come or go while another thread trains:
+    clocks are a tuple that is replaced as a whole, and the hooks go when no other thread knows them.
+    """
+
+    def __init__(self) -> None:
+        self._clocks: tuple[Clock, ...] = ()
+        self._handles: list[RemovableHandle] = []
+        self._inside = 0
+        self._threads: set[int] = set()  # that have stepped
+        self._lock = threading.Lock()
+
+    def add(self, clock: Clock) -> None:
+        with self._lock:
+            self._clocks = (*self._clocks, clock)
+            if not self._handles:
+                apart: Any = torch.compiler.disable  # a compiled step has no business in our code
+                self._handles = [
+                    register_optimizer_step_pre_hook(apart(self._pre)),
+                    register_optimizer_step_post_hook(apart(self._post)),
+                ]
+
+    def remove(self, clock: Clock) -> None:
+        with self._lock:
+            self._clocks = tuple(other for other in self._clocks if other is not clock)
+            alone = self._threads <= {threading.get_ident()}
+            if not self._clocks and not self._inside and alone:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+                self._threads.clear()
+
+    def _pre(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        self._count(1)
+        try:
+            given: tuple[Any, Any] | None = None
+            for clock in self._clocks:
+                changed = clock.pre(optimizer, args, kwargs)
+                if changed is not None:
+                    given = args, kwargs = changed
+            return given
+        finally:
+            self._count(-1)
+
+    def _post(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._count(1)
+        try:
+            for clock in self._clocks:
+                clock.post(optimizer)
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self._inside += more
+            self._threads.add(threading.get_ident())
+
+
+_HOOKS = _Hooks()
 
 
 def _is_stepping(optimizer: Any) -> bool:

@@ -57,6 +57,7 @@ class Parameters:
         self._take_many = take
         self._parameters = list(_parameters(model, layers))
         self._sites: dict[Any, Site] = {}
+        self.sharded = False
         self._taken: set[tuple[int, Port]] = set()
         self.unheard: dict[tuple[str, str], str] = {}
 
@@ -90,14 +91,17 @@ class Parameters:
         self._take(((p, p.values) for p in self._of(of)), "param")
 
     def take_grads(self, of: Collection[int] | None) -> None:
-        self._take(((p, _grad(p.values)) for p in self._of(of)), "grad_param")
+        """Gradients in the order in which a backward pass makes them, as far as that is known."""
+        backwards = list(self._of(of))[::-1]
+        self._take(((p, _grad(p.values)) for p in backwards), "grad_param")
 
     def remember(self, how: Updates, of: Collection[int] | None) -> None:
         """Copy what is there now, to know afterwards what a step did. The copies stay in place."""
         with unseen(), torch.no_grad():
             for parameter in self._of(of):
-                values = _local(parameter.values)
-                if values is None or not values.requires_grad:
+                whole = parameter.values
+                values = _local(whole)
+                if whole is None or values is None or not whole.requires_grad:
                     parameter.before = None
                     continue
                 now = values if how == "exact" else _sample(values)
@@ -140,6 +144,7 @@ class Parameters:
                 if is_plain(tensor):
                     found.append((self._site(parameter, port, tensor), tensor))
                     continue
+                self.sharded = self.sharded or hasattr(tensor, "to_local")
                 try:
                     for tail, part in plain_parts(tensor, _DENSE_LIMIT):
                         found.append((self._site(parameter, port, part, tail), part))

@@ -9,6 +9,7 @@ for the rest.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from .step import Step
 __all__ = ["Stepping", "Wanted"]
 
 _ALL: frozenset[int] | None = None
+_REMEMBERED = 16  # steps, to see whether optimizers take turns
 
 
 @dataclass(eq=False)
@@ -65,6 +67,7 @@ class Stepping:
         on_cpu: bool,
         by_hand: bool,
         act: Callable[[Sequence[Alarm]], Alarm | None],
+        land: Callable[[], None],
         say: Callable[[str], None],
         next_step: Callable[[], None],
     ) -> None:
@@ -84,6 +87,11 @@ class Stepping:
         self._on_cpu = on_cpu
         self._by_hand = by_hand
         self._act = act
+        self._land = land
+        self._acting = False  # a rule's function runs: what it asks for waits for the step's end
+        self._kinds: deque[frozenset[int]] = deque(maxlen=_REMEMBERED)
+        self._cycle = 1
+        self._expected = 1
         self._say = say
         self._next_step = next_step
         self._stepped: set[int] = set()
@@ -130,6 +138,8 @@ class Stepping:
         """Numbers of the user's own, for the step that runs or has just ended."""
         self.scalars.update(numbers)
         self._told += 1
+        if self.over and not self._acting and self._judges_here():
+            self._judge()
 
     # From its beginning to its end.
 
@@ -151,7 +161,7 @@ class Stepping:
 
     def forward(self) -> None:
         """A forward pass begins behind an optimizer's step: the step is over."""
-        if self.over or self.gate.over:
+        if (self.over or self.gate.over) and not self._acting:
             self.end()
 
     def before(self, who: int, moved: set[int], inside: bool) -> None:
@@ -192,7 +202,7 @@ class Stepping:
 
     def _close_step(self) -> None:
         self.over = self.gate.over = True
-        if self._judges_here():
+        if self._judges_here() and len(self._stepped) >= self._expected:
             self._judge()
             if self._has("snapshot"):
                 self._hold_parameters()
@@ -233,6 +243,9 @@ class Stepping:
             self._go_on()
 
     def _go_on(self) -> None:
+        self._kinds.append(frozenset(self._stepped))
+        self._cycle = len(set(self._kinds))
+        self._expected = max(1, len(self._stepped))
         self._number += 1
         self.steps += 1
         self.over = self.gate.over = False
@@ -241,7 +254,8 @@ class Stepping:
 
     @property
     def _due(self) -> bool:
-        return self._number % self.wanted.every == 0
+        """Optimizers that take turns, as in a GAN, each have their turn at being written."""
+        return self._number // self._cycle % self.wanted.every == 0
 
     def _how(self) -> Updates:
         return "sampled" if self.wanted.updates == "sampled" else "exact"
@@ -273,10 +287,14 @@ class Stepping:
         self._found += found
         if self._has("snapshot"):
             self._hold_parameters()
-        raising = self._act(found)
+        self._acting = True
+        try:
+            raising = self._act(found)
+        finally:
+            self._acting = False
         if raising is not None:
             self._hand_over()
-            self.journal.drain()
+            self._land()
             raise WatchAlarm(raising.text, raising)
 
     def _has(self, action: str) -> bool:

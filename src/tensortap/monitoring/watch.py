@@ -182,6 +182,7 @@ class Watcher:
         self._manual = clock == "manual"
         self._closed = False
         self._said: set[str] = set()
+        self._old_error = getattr(sys, "last_value", None)
 
         chosen = select(model, layers, default_fallback=layers == "blocks")
         self.notes += chosen.notes
@@ -198,6 +199,7 @@ class Watcher:
             on_cpu=all(device.type == "cpu" for device in devices),
             by_hand=self._manual,
             act=self._act,
+            land=self._land,
             say=self._say,
             next_step=self._follow,
         )
@@ -305,7 +307,9 @@ class Watcher:
                 )
             else:
                 numbers[str(name)] = number
-        self._stepping.tell(numbers)
+        if self._stopped:
+            return
+        self._guarded(self._stepping.tell, numbers)
 
     def set(
         self,
@@ -372,10 +376,14 @@ class Watcher:
         """Return when every step that is over stands on disk, open to any reader."""
         if not self._closed:
             self._guarded(self._stepping.forward)
-            self._journal.drain()
-            self._writer.flush(sync=True)
+            self._land()
             if self._writer.failure is not None:
                 self._fail(RecordingError(self._writer.failure))
+
+    def _land(self) -> None:
+        """Return when what was handed over is on disk."""
+        self._journal.drain()
+        self._writer.flush(sync=True)
 
     def close(self, failure: str | None = None) -> None:
         """Stop listening and write what is left. Closing twice is harmless."""
@@ -387,6 +395,8 @@ class Watcher:
         self._clock.detach()
         reason = self.failure or failure
         late = self._finish(reason is not None)
+        if late is not None and reason is None:
+            reason = f"training raised WatchAlarm: {late}"
         self._journal.close()
         self.notes += self._last_words()
         parameters = self._stepping.parameters
@@ -408,7 +418,7 @@ class Watcher:
         if self._writer.failure and self.failure is None:
             self.failure = self._writer.failure
             self._warn(f"tensortap stopped writing to {self.path}: {self.failure}.")
-        if late is not None and reason is None:
+        if late is not None and failure is None:
             raise late
 
     def _finish(self, broken: bool) -> WatchAlarm | None:
@@ -424,6 +434,8 @@ class Watcher:
     def _at_exit(self) -> None:
         """The interpreter ends with the watch open; it may have died of an exception."""
         error = getattr(sys, "last_value", None)
+        if error is self._old_error or hasattr(sys, "ps1"):  # an earlier one, of another cell
+            error = None
         self.close(None if error is None else f"training raised {type(error).__name__}: {error}")
 
     def __enter__(self) -> Watcher:
@@ -529,6 +541,11 @@ class Watcher:
 
     def _last_words(self) -> list[str]:
         words = self._stepping.rules.notes() if self._stepping.steps else []
+        if self._stepping.parameters.sharded:
+            words.append(
+                "Parameters are sharded: their summaries, and norms over them, are of this rank's "
+                "part alone."
+            )
         if self._stepping.board.captured:
             words.append(
                 "Some layers ran inside a CUDA graph that was captured while they were watched; "
@@ -541,8 +558,8 @@ class Watcher:
             )
         if self._journal.passed_over:
             words.append(
-                f"{self._journal.passed_over} steps did not go to the sinks, which were too slow; "
-                "the recording has them."
+                f"{self._journal.passed_over} steps did not go to the sinks, which were too slow "
+                "or had ended; the recording has them."
             )
         return words
 

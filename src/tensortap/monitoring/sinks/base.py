@@ -139,7 +139,7 @@ class Sinks:
 def _logged(sink: Sink, values: Mapping[str, float], step: int) -> str | None:
     try:
         sink.log(dict(values), step)  # of its own: a sink may change it
-    except Exception as error:
+    except BaseException as error:  # a library that calls sys.exit ends itself alone
         return _reason(error)
     return None
 
@@ -147,7 +147,7 @@ def _logged(sink: Sink, values: Mapping[str, float], step: int) -> str | None:
 def _closed(sink: Sink) -> list[str]:
     try:
         sink.close()
-    except Exception as error:
+    except BaseException as error:
         return [f"The sink {_shown(sink)} could not be closed: {_reason(error)}"]
     return []
 
@@ -200,6 +200,6 @@ def _shown(value: Any) -> str:
     return value.__name__ if isinstance(value, type) else type(value).__name__
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     text = str(error) or "(no message)"
     return text if isinstance(error, TapError) else f"{type(error).__name__}: {text}"
