@@ -282,7 +282,7 @@ def test_meta_tensors_are_said_and_not_kept(tmp_path) -> None:
     monitor = monitored(tmp_path, model, ["part"], [0])
     monitor.set_epoch(1)
     monitor.set_batch_idx(0)
-    with pytest.warns(tap.TapWarning, match="a meta tensor holds no values"):
+    with pytest.warns(tap.TapWarning, match="fake or meta tensors, which hold no values"):
         model(X)
     monitor.remove_hooks()
 

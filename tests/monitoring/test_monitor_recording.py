@@ -269,6 +269,7 @@ def test_watch_is_at_hand(tmp_path) -> None:
 def test_ranks_write_side_by_side(tmp_path, monkeypatch) -> None:
     """A launcher says the rank before the group is joined."""
     monitors = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))
         model = small()

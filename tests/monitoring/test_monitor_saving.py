@@ -231,11 +231,15 @@ def test_files_never_collide_and_stay_in_the_folder(tmp_path) -> None:
         "x" * 300,
         "x" * 299,
         "名字",
+        "注意力" * 40,
+        "注意力" * 41,
+        "\ud800",
+        "\ud801",
         ".",
     ]
     names = file_names(aliases)
     assert len({name.lower() for name in names.values()}) == len(aliases)
-    assert all("/" not in name and len(name) < 140 for name in names.values())
+    assert all("/" not in name and len(name.encode()) < 140 for name in names.values())
     assert names["a_b"] == "a_b" and names["名字"] == "名字" and names[""] != names["root"]
     model = small()
     layers = {
@@ -287,6 +291,36 @@ def test_numpy_files(tmp_path, limit, monkeypatch) -> None:
     assert described["output_shape"] == [[2, 3], {"a/b": [2, 3], "n": None}, None]
 
 
+def test_numpy_keys_that_read_alike(tmp_path) -> None:
+    model = Returns(lambda x: {1: x, "1": x + 1})
+    monitor = monitored(tmp_path, model, ["part"], [0], save_format="npy")
+    monitor.set_epoch(1)
+    monitor.set_batch_idx(0)
+    model(torch.zeros(2))
+    (path,) = monitor.save_single_outputs()
+    described = json.loads(path.read_text())
+    found = [np.load(path.parent / item["npy"]).tolist() for item in described["output"].values()]
+    assert found == [[0, 0], [1, 1]] and len(described["output_shape"]) == 2
+    monitor.remove_hooks()
+
+
+def test_names_of_files_are_the_documented_ones_per_record_type(tmp_path) -> None:
+    """`single_` and `epoch_` tell keys apart that differ in case alone."""
+    model = small()
+    alias = "注意力" * 40
+    layers = {
+        "head": {"alias": "A"},
+        "layers.0": {"alias": "a", **FULL},
+        "layers.1": {"alias": alias},
+    }
+    monitor = monitored(tmp_path, model, layers, [0])
+    train(model, monitor, epochs=[1])
+    monitor.remove_hooks()
+    found = files(tmp_path / "out")
+    assert found[:2] == ["epoch_a_epoch1.pt", "single_A_epoch1_batch0.pt"]
+    assert len(found) == 3 and found[2].startswith("single_注意力")
+
+
 def test_numpy_statistics_are_json(tmp_path) -> None:
     model = Returns(lambda x: x * float("nan"))
     monitor = monitored(tmp_path, model, {"part": {**FULL}}, None, save_format="npy")
@@ -309,6 +343,8 @@ def test_custom_outputs_stay_inside(tmp_path) -> None:
     assert load(tmp_path / "out" / "deep" / "er" / "list.pt") == [1, 2]
     monitor.save_custom_output([3], "custom_head.pt")
     assert load(path) == [3], "a name that was used before is replaced"
+    for name in ("stats", ".hidden", "ends.", "a.tar.gz", "统计"):
+        assert load(monitor.save_custom_output({"n": name}, name)) == {"n": name}
     (tmp_path / "out" / "link").symlink_to(tmp_path)
     (tmp_path / "out" / "leads.pt").symlink_to(tmp_path / "elsewhere.pt")
     outside = [
@@ -333,6 +369,8 @@ def test_custom_outputs_stay_inside(tmp_path) -> None:
         ("segment-r000-000000.safetensors", "is a file of the recording"),
         ("a\0b", "is no file name"),
         ("custom_head.pt/x.pt", "Cannot make the folder"),
+        ("x" * 300, "is no file name|File name too long"),
+        ("earlier-1/x.pt", "lies where earlier runs are moved to"),
     ):
         with pytest.raises(OptionError, match=says):
             monitor.save_custom_output(1, name)
@@ -351,7 +389,8 @@ def test_a_folder_that_cannot_be_written(tmp_path) -> None:
         monitored(tmp_path, small())
 
 
-def test_a_full_disk_is_said_and_training_runs_on(tmp_path) -> None:
+@pytest.mark.parametrize("save_format", ["pt", "npy"])
+def test_a_full_disk_is_said_and_training_runs_on(tmp_path, save_format) -> None:
     """A real limit on the size of files, in a process of its own."""
     code = """
     import resource, signal, sys, warnings
@@ -360,18 +399,19 @@ def test_a_full_disk_is_said_and_training_runs_on(tmp_path) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     model = small()
     layers = {"head": {"record_type": "epoch_full"}, "layers.0": {}}
-    monitor = tap.Monitor(model, layers, [1], sys.argv[1], [0])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    monitor = tap.Monitor(model, layers, [1], sys.argv[1], [0], save_format=sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = train(model, monitor)
         monitor.remove_hooks()
-    print(len(losses), sorted({str(w.message).split(" to ")[0] for w in caught}))
+    print(len(losses), *sorted({str(w.message) for w in caught}), sep=chr(10))
     """
-    done = script(code, tmp_path / "out")
+    done = script(code, tmp_path / "out", save_format)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("9 ")
-    assert "The outputs of 'head' could not be saved" in done.stdout
+    assert done.stdout.startswith("9\n")
+    where = tmp_path / "out"
+    assert f"The outputs of 'head' could not be saved to {where}: File too large." in done.stdout
     assert files(tmp_path / "out") == []
 
 

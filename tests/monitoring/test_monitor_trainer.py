@@ -107,6 +107,68 @@ def test_the_callers_own_callbacks_are_called_too(built) -> None:
     assert files(out) == EXPECTED[::2]
 
 
+def test_callbacks_that_come_first(built) -> None:
+    """The caller calls the function as if it took none; models can be called, and are none."""
+    model, monitor, out = built
+
+    def fit(epoch_callback, batch_callback, network, epochs, rate=0.1):
+        assert network is model and rate == 0.5
+        return loop(network, epoch_callback, batch_callback, epochs)
+
+    wrapped = tap.MonitoredTrainer(monitor).wrap_training_function(fit)
+    assert wrapped(model, 2, rate=0.5) == "trained"
+    assert files(out) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "got"),
+    [
+        ((3,), {}, (3, 1, ())),
+        ((3, 4), {}, (3, 4, ())),
+        ((3, 4, 5), {}, (3, 4, (5,))),
+        ((3, None, None, 4), {}, (3, 4, ())),
+        ((3,), {"n": 4}, (3, 4, ())),
+        ((), {"n": 4, "a": 3}, (3, 4, ())),
+        ((3, 4), {"batch_callback": print}, (3, 4, ())),
+        ((None,), {}, (None, 1, ())),
+    ],
+)
+def test_positions_are_for_the_other_parameters(built, args, kwargs, got) -> None:
+    _, monitor, _ = built
+
+    def fit(a, epoch_callback, batch_callback, n=1, *more):
+        assert callable(epoch_callback) and callable(batch_callback)
+        epoch_callback(1)
+        return a, n, more
+
+    assert tap.MonitoredTrainer(monitor).wrap_training_function(fit)(*args, **kwargs) == got
+    assert monitor.current_epoch == 1
+
+
+def test_nothing_that_was_given_vanishes(built) -> None:
+    _, monitor, _ = built
+
+    def fit(n, epoch_callback=None, batch_callback=None):
+        return n
+
+    with pytest.raises(TypeError, match="positional arguments"):
+        tap.MonitoredTrainer(monitor).wrap_training_function(fit)(3, 5)
+
+
+def test_a_function_that_returns_before_training_is_over(built) -> None:
+    model, monitor, out = built
+
+    def steps(epoch_callback, batch_callback):
+        yield loop(model, epoch_callback, batch_callback)
+
+    wrapped = tap.MonitoredTrainer(monitor).wrap_training_function(lambda **kw: steps(**kw))
+    with pytest.warns(tap.TapWarning, match="returned a generator, before training was over"):
+        found = wrapped()
+    assert list(found) == ["trained"] and hooks_of(model) > 0
+    monitor.remove_hooks()
+    assert files(out) == EXPECTED
+
+
 def test_callbacks_given_by_name(built) -> None:
     model, monitor, out = built
     seen: list = []
@@ -155,8 +217,9 @@ def test_functions_that_take_neither_are_refused(built) -> None:
         return None
 
     for fn in (plain, positional, lambda: None, functools.partial(plain, 1)):
-        with pytest.raises(OptionError, match="takes neither epoch_callback nor batch_callback"):
+        with pytest.raises(OptionError, match="takes neither epoch_callback nor batch_call") as why:
             trainer.wrap_training_function(fn)
+        assert "run it inside 'with monitor:'" in str(why.value)
     with pytest.raises(ValueError, match="takes a function, got 3"):
         trainer.wrap_training_function(3)
 

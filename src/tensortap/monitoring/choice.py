@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,14 @@ from ..selection import select
 from ..selection.patterns import WORDS
 from ..selection.sites import Site, is_called, sites
 
-__all__ = ["Chosen", "choose_layers", "whole_number", "whole_numbers"]
+__all__ = [
+    "Chosen",
+    "check_options",
+    "choose_layers",
+    "uncompiled",
+    "whole_number",
+    "whole_numbers",
+]
 
 RecordType = Literal["single", "epoch_full"]
 
@@ -57,10 +65,10 @@ def choose_layers(model: nn.Module, layers_to_monitor: Any) -> tuple[Chosen, ...
     matched: dict[str, Chosen] = {}
     dropped: set[str] = set()
     missing: list[str] = []
-    if all(text.startswith("!") for text in entries):
+    if all(text.startswith("!") and text not in by_name for text in entries):
         entries = {"all": Settings(), **entries}
     for text, settings in entries.items():
-        name = text.replace("_orig_mod.", "")
+        name = uncompiled(text)
         place = by_name.get(name)
         if place is not None and is_called(place.module):
             exact[name] = settings.applied(name, place)
@@ -84,6 +92,11 @@ def choose_layers(model: nn.Module, layers_to_monitor: Any) -> tuple[Chosen, ...
     chosen.sort(key=lambda one: order[one.layer])
     _check(chosen)
     return tuple(chosen)
+
+
+def uncompiled(name: str) -> str:
+    """A name without what `torch.compile` adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 @dataclass(frozen=True)
@@ -198,12 +211,7 @@ def _check(chosen: list[Chosen]) -> None:
     for one in sorted(chosen, key=lambda one: one.alias is None):
         other = seen.setdefault(one.key, one)
         if other is not one:
-            text = f"Duplicate alias '{one.key}' in layers_to_monitor."
-            if one.alias is None or other.alias is None:
-                text += f" It is also the name of the layer '{one.key}', which has no alias."
-            elif one.alias == other.alias:
-                text += f" The layers '{other.layer}' and '{one.layer}' both have it."
-            raise OptionError(text)
+            raise OptionError(f"Duplicate alias '{one.key}' in layers_to_monitor.")
         if isinstance(one.module, torch.jit.ScriptModule):
             raise OptionError(
                 f"The layer '{one.layer}' is TorchScript, which takes no hooks, so it cannot be "
@@ -212,10 +220,10 @@ def _check(chosen: list[Chosen]) -> None:
 
 
 def whole_numbers(name: str, given: Any) -> tuple[int, ...]:
-    """A list of whole numbers from 0, in order, each once."""
+    """A list of whole numbers from 0, as they are given."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
         raise OptionError(f"{name} must be a list of whole numbers, got {given!r}.")
-    return tuple(sorted({whole_number(f"{name} must hold", value) for value in given}))
+    return tuple(whole_number(f"{name} must hold", value) for value in given)
 
 
 def whole_number(what: str, value: Any, least: int = 0) -> int:
@@ -243,3 +251,17 @@ def described(one: Chosen) -> dict[str, Any]:
     """What the manifest says of a layer."""
     leaf = "".join(f"[{s}]" if isinstance(s, int) else f".{s}" for s in one.leaf)
     return {"alias": one.alias, "record_type": one.record_type, "leaf": leaf or None}
+
+
+def check_options(output_dir: Any, save_format: Any, condition: Any, keep: Any) -> None:
+    """The other arguments of a Monitor."""
+    if not isinstance(output_dir, str | os.PathLike) or not str(output_dir):
+        raise OptionError(f"output_dir must be the path of a folder, got {output_dir!r}.")
+    if "://" in str(output_dir):
+        raise OptionError(f"output_dir must be a folder on this machine, got {output_dir!r}.")
+    if save_format not in ("pt", "npy"):
+        raise OptionError(f"save_format must be 'pt' or 'npy', got {save_format!r}.")
+    if condition is not None and not callable(condition):
+        raise OptionError(f"condition must be a function of (layer, output), got {condition!r}.")
+    if keep not in ("tensors", "summary"):
+        raise OptionError(f"keep must be 'tensors' or 'summary', got {keep!r}.")

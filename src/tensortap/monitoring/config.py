@@ -24,7 +24,7 @@ from ..taps.session import TapWarning
 from .conditions import Action
 from .config_keys import KEYS, Wrong
 
-__all__ = ["Config", "MonitorConfig", "Reread", "WatchConfig", "read_config"]
+__all__ = ["Config", "MonitorConfig", "Reread", "WatchConfig", "monitor_arguments", "read_config"]
 
 _FRESH = 2.0  # seconds; a file this young may change again without a new time of change
 _SETTLE = 0.25  # seconds; one this young may be half written, and half a TOML file is one too
@@ -213,3 +213,36 @@ def _age(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except OSError:
         return math.nan
+
+
+def monitor_arguments(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    output_dir: str | os.PathLike[str] | None,
+    overrides: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The arguments of a Monitor as a configuration says them; those given here win."""
+    said = read_config(config).monitor
+    given: dict[str, Any] = {
+        "layers_to_monitor": said.layers,
+        "epochs_to_record": said.epochs,
+        "batch_indices": said.batches,
+        "output_dir": said.output_dir,
+        "save_format": said.save_format,
+        "sample_every": said.sample_every,
+        "memory_limit": said.memory_limit,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if output_dir is not None:
+        given["output_dir"] = output_dir
+    given.update(overrides)
+    keys = {
+        "layers_to_monitor": "monitor_layers",
+        "epochs_to_record": "monitor_epochs",
+        "output_dir": "monitor_output_dir",
+    }
+    for name, key in keys.items():
+        if name not in given:
+            raise OptionError(
+                f"The configuration says no '{key}', and {name} was not given either."
+            )
+    return given

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ..errors import OptionError
 from ..numerics.summary import Summary
-from .choice import Chosen
+from .choice import Chosen, uncompiled
 from .outputs import Form, put_together, shape_of, tensors_of
 from .spill import Maps, RawFile, Spilled, joined
 
-__all__ = ["Entry", "Held", "Moment", "Shelf"]
+__all__ = ["Entry", "Held", "Moment", "Shelf", "named_shelves"]
 
 Moment = tuple[int, int]
 """(epoch, batch_idx), the key of the document's `data`."""
@@ -75,9 +76,8 @@ class Shelf:
     def ordered(self) -> list[tuple[Moment, Entry]]:
         return sorted(self.entries.items(), key=lambda item: item[0])
 
-    def described(self, *, copy: bool) -> dict[str, Any]:
+    def described(self, maps: Maps, *, copy: bool) -> dict[str, Any]:
         """The document's structure of one layer."""
-        maps = Maps(private=True)
         return {
             "layer": self.chosen.layer,
             "alias": self.chosen.alias,
@@ -129,6 +129,12 @@ class Held:
         self._folder = folder
         self._files: dict[tuple[str, int], RawFile] = {}  # by key and number of the tensor
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether anything is held that is in no file, or nothing was heard yet."""
+        entries = [entry for shelf in self.shelves for entry in shelf.entries.values()]
+        return not entries or any(not entry.saved for entry in entries)
+
     def put(self, shelf: Shelf, moment: Moment, entry: Entry, warn: Callable[[str], None]) -> None:
         """Keep an output; the last call of a batch replaces an earlier one."""
         old = shelf.entries.get(moment)
@@ -138,9 +144,10 @@ class Held:
             shelf.output_shape = entry.shape
         if self.bytes > self.limit and not self.spilling:
             self.spilling = True
-            warn(self._too_much())
+            text = self._too_much()
             for each in self.shelves:
                 self.spill(each)
+            warn(text)
         elif self.spilling:
             self.spill(shelf)
 
@@ -183,6 +190,26 @@ class Held:
             "To hold less: fewer layers or batches, sample_every, a leaf of a tuple, or "
             "save_…_outputs() and clear_current_epoch_data() more often; or raise memory_limit."
         )
+
+
+def named_shelves(shelves: list[Shelf], layers: str | Iterable[str]) -> list[Shelf]:
+    """The shelves that aliases or names of layers mean."""
+    if isinstance(layers, str):
+        layers = [layers]
+    wanted = list(layers) if isinstance(layers, Iterable) else [layers]
+    named = {name: s for s in shelves for name in (s.chosen.layer, s.key)}
+    named |= {s.key: s for s in shelves}  # an alias beats another layer's name
+    unknown = [
+        name
+        for name in wanted
+        if not isinstance(name, str) or (name not in named and uncompiled(name) not in named)
+    ]
+    if unknown:
+        raise OptionError(
+            f"Not monitored: {unknown}. Monitored are {[shelf.key for shelf in shelves]}."
+        )
+    chosen = {id(named.get(name) or named[uncompiled(name)]) for name in wanted}
+    return [shelf for shelf in shelves if id(shelf) in chosen]
 
 
 def _size(nbytes: int) -> str:

@@ -21,6 +21,7 @@ from ..taps import compiled
 from ..taps.fused import find_fused, listen_globally, why_silent
 from ..taps.leaves import flatten
 from ..taps.listener import Listener
+from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import Chosen
 from .hearing import Ear, HooksGuarded, recomputing
@@ -78,7 +79,7 @@ class Listening:
 
     `begin(args, kwargs)` is called when a forward of the whole model begins, `wants(index)` before
     an output is copied, `take(index, heard)` with the copies, `fail(index, error)` when something
-    of ours went wrong: the model never notices.
+    of ours went wrong: the model never notices. `passed(reason)`: a call had nothing to hear.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Listening:
         wants: Callable[[int], Any],
         take: Callable[[int, Any, Heard], None],
         fail: Callable[[int | None, Exception], None],
+        passed: Callable[[str], None],
     ) -> None:
         self._model = model
         self._chosen = chosen
@@ -97,6 +99,7 @@ class Listening:
         self._wants = wants
         self._take = take
         self._fail = fail
+        self._passed = passed
         self._handles: list[RemovableHandle] = []
         self._own: list[tuple[nn.Module, RemovableHandle]] = []
         self._fused: set[int] = set()
@@ -168,9 +171,13 @@ class Listening:
             if recomputing():
                 return
             try:
+                if self._passes_over((args, kwargs)):
+                    return
                 self._stay_last()
                 with unseen():
                     self._begin(args, kwargs)
+            except TapWarning:  # where the user made warnings errors
+                raise
             except Exception as error:  # the model must not notice
                 self._fail(None, error)
 
@@ -189,13 +196,17 @@ class Listening:
                 return
             try:
                 self._heard(index, output)
+            except TapWarning:  # where the user made warnings errors
+                raise
             except Exception as error:  # the model must not notice
                 self._fail(index, error)
 
         return Listener(hook)
 
     def _heard(self, index: int, output: Any) -> None:
-        wanted = None if recomputing() else self._wants(index)
+        if recomputing() or self._passes_over(output):
+            return
+        wanted = self._wants(index)
         if wanted is None:
             return
         with unseen():
@@ -208,7 +219,7 @@ class Listening:
 
     def _arrived(self, site: int, tensor: torch.Tensor) -> None:
         """A compiled graph runs, and one of the tensors that it speaks is there."""
-        if recomputing():
+        if recomputing() or self._passes_over():
             return
         spoken = self._traced[site]
         key = (get_ident(), site - spoken.number)
@@ -227,6 +238,9 @@ class Listening:
                 del self._arriving[key]
                 if found.heard is not None:
                     self._take(spoken.index, found.wanted, found.heard)
+        except TapWarning:  # where the user made warnings errors
+            self._arriving.pop(key, None)
+            raise
         except Exception as error:  # the model must not notice
             self._arriving.pop(key, None)
             self._fail(spoken.index if site != _ROOT else None, error)
@@ -236,6 +250,13 @@ class Listening:
         if wanted is None:
             return _Arriving(None, None)
         return _Arriving(wanted, Heard(pick(spoken.form, self._chosen[spoken.index].leaf)))
+
+    def _passes_over(self, output: Any = None) -> bool:
+        """Whether this is a call that computes no values of its own."""
+        reason = _without_values(output)
+        if reason is not None:
+            self._passed(reason)
+        return reason is not None
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""
@@ -261,6 +282,21 @@ def _registry(traced: list[_Spoken], indices: Mapping[str, int]) -> Callable[[st
 
     constant: Any = torch.compiler.assume_constant_result  # untyped in torch
     return constant(register)  # type: ignore[no-any-return]
+
+
+def _without_values(output: Any) -> str | None:
+    """What a model is called for that has no values: to be traced, with fakes, or transformed."""
+    if torch._C._get_tracing_state() is not None:
+        return "while it was traced (torch.jit.trace, TensorBoard's add_graph, ONNX export)"
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "inside a transform of torch.func"
+    if output is not None and any(_is_empty(tensor) for _, tensor in flatten(output)):
+        return "with fake or meta tensors, which hold no values"
+    return None
+
+
+def _is_empty(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and (type(tensor).__name__ == "FakeTensor" or tensor.is_meta)
 
 
 def _each(hooks: list[Callable[..., None]]) -> Callable[..., None]:

@@ -20,6 +20,7 @@ class Moments:
         self.epoch: int | None = None
         self.recorded = False  # whether the epoch that runs is to be recorded
         self.batch: int | None = None
+        self._fresh = False  # whether the batch was said after the model ran last
         self._epochs = frozenset(epochs)
         self._batches = frozenset(batches)
         self._sample_every = sample_every
@@ -29,9 +30,10 @@ class Moments:
         self._called: dict[int, int] = {}  # the most calls of a batch in earlier visits of an epoch
 
     def begin_epoch(self, epoch: int) -> None:
-        """Another epoch: its batch is unsaid, unless it was said before the very first."""
-        if self.epoch is not None:
+        """Another epoch: its batch is unsaid, unless it was said just before."""
+        if not self._fresh:
             self.batch = None
+        if self.epoch is not None:
             most = max(self._calls.values(), default=0)
             self._called[self.epoch] = self._called.get(self.epoch, 0) + most
         self.epoch = epoch
@@ -40,11 +42,16 @@ class Moments:
         self._heard.clear()
         self._calls.clear()
 
+    def begin_batch(self, batch: int) -> None:
+        self.batch, self._fresh = batch, True
+
     def begin_forward(self) -> None:
         self._forwards += 1
+        self._fresh = False
 
     def hear(self, index: int) -> None:
         self._heard[index] += 1
+        self._fresh = False
 
     def position(self, index: int | None = None) -> int:
         """The batch that runs: as it was said, or how many forwards came before in this epoch.

@@ -31,17 +31,18 @@ from torch import nn
 
 from ..errors import OptionError, RecordingError
 from ..numerics import summarize
+from ..taps.session import TapWarning
 from ..taps.unseen import unseen
-from .choice import choose_layers, whole_number, whole_numbers, with_single
-from .config import read_config
-from .held import Entry, Held, Shelf
+from .choice import check_options, choose_layers, whole_number, whole_numbers, with_single
+from .config import monitor_arguments
+from .held import Entry, Held, Shelf, named_shelves
 from .listening import Heard, Listening
 from .moments import Moments, When
 from .outputs import put_together
 from .run import Keep, Run
 from .saving import Files, SaveFormat, save_custom
 from .spill import Maps
-from .words import Words, reason_of
+from .words import Words, failure_of
 
 __all__ = ["Monitor"]
 
@@ -104,11 +105,11 @@ class Monitor:
                 f"record_type 'single': {needing}. List the batches to record, such as [0], or "
                 "say 'epoch_full'."
             )
-        _check_options(output_dir, save_format, condition, keep)
+        check_options(output_dir, save_format, condition, keep)
         self.model = model
         self.epochs_to_record = list(epochs)
         self.batch_indices = None if batches is None else list(batches)
-        self.output_dir = Path(output_dir)
+        self.output_dir = Path(output_dir).absolute()  # a run may change its folder
         self.sample_every = whole_number("sample_every", sample_every, least=1)
         self.memory_limit = whole_number("memory_limit", memory_limit)
         self._chosen = chosen
@@ -141,21 +142,32 @@ class Monitor:
             },
         )
         self._files = Files(
-            self.output_dir, [one.key for one in chosen], save_format, self._run.rank
+            self.output_dir,
+            [one.key for one in chosen if one.single],
+            [one.key for one in chosen if not one.single],
+            save_format,
+            self._run.rank,
         )
         self._custom: dict[str, None] = {}
         self._listening = Listening(
-            model, chosen, begin=self._begin, wants=self._wants, take=self._take, fail=self._fail
+            model,
+            chosen,
+            begin=self._begin,
+            wants=self._wants,
+            take=self._take,
+            fail=self._fail,
+            passed=self._passed,
         )
+        self._error_before = getattr(sys, "last_value", None)
         try:
             self._listening.attach()
+            if self._run.earlier:
+                self._words.once("earlier", self._run.earlier)
         except BaseException as error:  # leave neither hooks nor a thread behind
             self.close(f"{type(error).__name__}: {error}")
             raise
         atexit.register(self._at_exit)
         _live[self.output_dir.resolve()] = self
-        if self._run.earlier:
-            self._words.once("earlier", self._run.earlier)
 
     @classmethod
     def from_config(
@@ -169,31 +181,7 @@ class Monitor:
 
         `config` may also be what was read from such a file. Arguments given here win.
         """
-        said = read_config(config).monitor
-        given: dict[str, Any] = {
-            "layers_to_monitor": said.layers,
-            "epochs_to_record": said.epochs,
-            "batch_indices": said.batches,
-            "output_dir": said.output_dir,
-            "save_format": said.save_format,
-            "sample_every": said.sample_every,
-            "memory_limit": said.memory_limit,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
-        if output_dir is not None:
-            given["output_dir"] = output_dir
-        given.update(overrides)
-        keys = {
-            "layers_to_monitor": "monitor_layers",
-            "epochs_to_record": "monitor_epochs",
-            "output_dir": "monitor_output_dir",
-        }
-        for name, key in keys.items():
-            if name not in given:
-                raise OptionError(
-                    f"The configuration says no '{key}', and {name} was not given either."
-                )
-        return cls(model, **given)
+        return cls(model, **monitor_arguments(config, output_dir, overrides))
 
     @staticmethod
     def watch(*args: Any, **kwargs: Any) -> Any:
@@ -217,11 +205,12 @@ class Monitor:
     def set_epoch(self, epoch: int) -> None:
         """An epoch begins. What is held of the one before is saved, if nobody did, and cleared.
 
-        The same epoch again changes nothing, so this may be called before every batch too.
+        The same epoch again goes on with it, so this may be called before every batch too; what was
+        saved of it is cleared.
         """
         number = whole_number("epoch", epoch)
         with self._lock:
-            if number == self._moments.epoch:
+            if number == self._moments.epoch and self._held.unsaved:
                 return
             if not self._closed:
                 self._save_unsaved()
@@ -232,7 +221,7 @@ class Monitor:
 
     def set_batch_idx(self, batch_idx: int) -> None:
         """A batch begins: its position in the epoch, from 0."""
-        self._moments.batch = whole_number("batch_idx", batch_idx)
+        self._moments.begin_batch(whole_number("batch_idx", batch_idx))
 
     def create_epoch_callback(self) -> Callable[[int], None]:
         """A function for a training function to call when an epoch begins."""
@@ -341,7 +330,7 @@ class Monitor:
 
     def close(self, failure: str | None = None) -> None:
         """`remove_hooks`; with the reason, where training failed."""
-        with self._lock:
+        with self._lock, self._words.at_the_end(failing=_failing(failure)):
             if self._closed:
                 return
             self._closed = True
@@ -350,9 +339,14 @@ class Monitor:
             atexit.unregister(self._at_exit)
             if _live.get(self.output_dir.resolve()) is self:
                 del _live[self.output_dir.resolve()]
-            self._save_unsaved()
-            notes = [*self._listening.notes, *self._silent()]
-            self._run.close(failure, notes, [*self._files.written, *self._custom])
+            try:
+                self._save_unsaved()
+            except BaseException as error:  # a second Ctrl-C
+                failure = failure or failure_of(error)
+                raise
+            finally:
+                notes = [*self._listening.notes, *self._silent()]
+                self._run.close(failure, notes, [*self._files.written, *self._custom])
             if failure is None:
                 for note in self._silent():
                     self._words.once("silent", note)
@@ -372,13 +366,24 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(None if error is None else reason_of(error))
+        self.close(failure_of(error))
+
+    def __copy__(self) -> Monitor:
+        """A monitor is one: copies of what holds it (a configuration) hold the same."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Monitor:
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """In a saved configuration None stands for it: it belongs to the run, not to the file."""
+        return type(None), ()
 
     def _at_exit(self) -> None:
         """The interpreter ends and nobody called remove_hooks: what was recorded is kept."""
         if os.getpid() == self._owner:
             error = getattr(sys, "last_value", None)
-            self.close(None if error is None else reason_of(error))
+            self.close(failure_of(None if error is self._error_before else error))
 
     # Inside the forward pass.
 
@@ -390,8 +395,9 @@ class Monitor:
             self._moments.begin_forward()
             if self._moments.epoch is None:
                 self._words.epoch_unsaid()
-            elif self._moments.recorded:
-                batch = self._position()
+                return
+            batch = self._position()
+            if self._moments.recorded:
                 kept = any(self._moments.keeps(one, batch) for one in self._chosen)
                 if kept and (args or kwargs):
                     self._run.see_inputs((self._moments.epoch, batch), args, kwargs)
@@ -400,6 +406,10 @@ class Monitor:
         """When this call of a layer is, if it is to be kept."""
         moments, one = self._moments, self._chosen[index]
         if not moments.recorded and moments.epoch is not None:  # as it is most of the time
+            if self._hears():
+                moments.hear(index)
+                if moments.batch is None:
+                    self._words.batch_unsaid()
             _log.debug("'%s' fired in epoch %d: not kept", one.key, moments.epoch)
             return None
         if not self._hears() or index in self._failed:
@@ -431,8 +441,8 @@ class Monitor:
                 return
             self._heard.add(index)
             if heard.form[0] == "none" and one.leaf:
-                self._words.leaf_is_none(one.layer)
                 self._run.skip(one, "", "None stands where a tensor could")
+                self._words.leaf_is_none(one.layer)
                 return
             with unseen():
                 tensors = heard.tensors
@@ -449,7 +459,10 @@ class Monitor:
         self._asking = True
         try:
             with torch.no_grad():
-                return bool(self._condition(layer, put_together(heard.form, heard.tensors)))
+                tensors = [tensor.clone() for tensor in heard.tensors]  # it may write to them
+                return bool(self._condition(layer, put_together(heard.form, tensors)))
+        except TapWarning:  # where the user made warnings errors
+            raise
         except Exception as error:  # a user's mistake must not end their training
             self._words.condition(error)
             return True
@@ -464,6 +477,10 @@ class Monitor:
         if index is not None:
             self._failed.add(index)
         self._words.not_kept(None if index is None else self._chosen[index].layer, error)
+
+    def _passed(self, reason: str) -> None:
+        if self._moments.recorded and self._hears():
+            self._words.passed_over(reason)
 
     def _report(self) -> None:
         if self._run.failure is not None:
@@ -485,16 +502,7 @@ class Monitor:
     def _shelves(self, layers: str | Iterable[str] | None, *, single: bool) -> list[Shelf]:
         shelves = self._held.shelves
         if layers is not None:
-            wanted = [layers] if isinstance(layers, str) else list(layers)
-            named = {name: s for s in shelves for name in (s.chosen.layer, s.key)}
-            named |= {s.key: s for s in shelves}  # an alias beats another layer's name
-            unknown = [name for name in wanted if name not in named]
-            if unknown:
-                raise OptionError(
-                    f"Not monitored: {unknown}. Monitored are {[shelf.key for shelf in shelves]}."
-                )
-            chosen = {id(named[name]) for name in wanted}
-            shelves = [shelf for shelf in shelves if id(shelf) in chosen]
+            shelves = named_shelves(shelves, layers)
         return [s for s in shelves if s.chosen.single == single and s.entries]
 
     def _described(
@@ -502,7 +510,8 @@ class Monitor:
     ) -> dict[str, Any]:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             shelves = self._shelves(layers, single=single)
-            return {shelf.key: shelf.described(copy=copy) for shelf in shelves}
+            maps = Maps(private=True)  # one for all: it takes a file descriptor a file
+            return {shelf.key: shelf.described(maps, copy=copy) for shelf in shelves}
 
     def _clear(self, shelves: Iterable[Shelf]) -> None:
         shelves = [shelf for shelf in shelves if shelf.entries]
@@ -550,6 +559,8 @@ class Monitor:
                 for path in save():
                     paths.append(path)
                     _log.debug("saved '%s' to %s", shelf.key, path)
+        except TapWarning:  # where the user made warnings errors
+            raise
         except Exception as error:  # the disk's trouble, or ours, and not the model's
             self._words.not_saved(shelf.key, error)
         return paths
@@ -568,14 +579,6 @@ class Monitor:
             self._words.still_writing()
 
 
-def _check_options(output_dir: Any, save_format: Any, condition: Any, keep: Any) -> None:
-    if not isinstance(output_dir, str | os.PathLike) or not str(output_dir):
-        raise OptionError(f"output_dir must be the path of a folder, got {output_dir!r}.")
-    if "://" in str(output_dir):
-        raise OptionError(f"output_dir must be a folder on this machine, got {output_dir!r}.")
-    if save_format not in ("pt", "npy"):
-        raise OptionError(f"save_format must be 'pt' or 'npy', got {save_format!r}.")
-    if condition is not None and not callable(condition):
-        raise OptionError(f"condition must be a function of (layer, output), got {condition!r}.")
-    if keep not in ("tensors", "summary"):
-        raise OptionError(f"keep must be 'tensors' or 'summary', got {keep!r}.")
+def _failing(failure: str | None) -> bool:
+    """Whether an exception is on its way, which a warning of ours must not replace."""
+    return failure is not None or sys.exc_info()[0] is not None

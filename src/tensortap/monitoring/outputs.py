@@ -73,15 +73,27 @@ def take_apart(value: Any, tensors: list[torch.Tensor], leaf: str = "", depth: i
 def _named(value: Any, tensors: list[torch.Tensor], leaf: str, depth: int) -> list[Form]:
     plain = not dataclasses.is_dataclass(value)
     keys = list(value) if plain else []
-    items = []
+    items: list[Form] = []
+    taken: list[Any] = []
     for index, (name, item) in enumerate(children(value)):
-        key = keys[index] if plain else name[1:]
-        if not isinstance(key, str | int):
-            key = str(key)
         if item is None and not plain and isinstance(value, Mapping):
             continue  # a ModelOutput has no keys for what it does not hold
+        key = keys[index] if plain else name[1:]
+        key = _plain_key(key)
+        while key in taken:
+            key = f"{key}_"
+        taken.append(key)
         items.append((name, key, take_apart(item, tensors, leaf + name, depth + 1)))
     return items
+
+
+def _plain_key(key: Any) -> str | int:
+    """A key that opens without the class it had: that of an enumeration is its value."""
+    if type(key) in (str, int, bool):
+        return key  # type: ignore[no-any-return]
+    if isinstance(key, str):
+        return str.__str__(key)
+    return int(key) if isinstance(key, int) else str(key)
 
 
 def _odd(tensor: torch.Tensor, tensors: list[torch.Tensor], leaf: str) -> Form:

@@ -152,8 +152,9 @@ def _rank() -> int:
     """The rank of this process; of one that has not joined its group yet, from its launcher."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return rank()
-    said = os.environ.get("RANK", "")
-    return int(said) if said.isdecimal() else 0
+    said, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    many = world.isdecimal() and int(world) > 1  # a job array has a rank, and no world
+    return int(said) if many and said.isdecimal() else 0
 
 
 def _absent(form: Form, leaf: str) -> list[str]:

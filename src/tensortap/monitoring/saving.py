@@ -32,24 +32,28 @@ __all__ = ["Files", "SaveFormat", "file_names", "save_custom"]
 
 SaveFormat = Literal["pt", "npy"]
 
-_LONGEST = 120
+_LONGEST = 120  # bytes; a file's name may have 255, and most of them are other people's
 _CHUNK = 1 << 22  # elements
 _TEMPORARY = ".tensortap-"
 
 
 def file_names(keys: Iterable[str]) -> dict[str, str]:
-    """A name for each key that any file system takes and no other key has."""
+    """A name for each key that any file system takes and no other key has, whatever its case."""
     keys = list(keys)
-    plain = {key: re.sub(r"[^\w.\-]", "_", key)[:_LONGEST] or "root" for key in keys}
+    plain = {key: _cut(re.sub(r"[^\w.\-]", "_", key)) or "root" for key in keys}
     taken: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: (plain[key] != key, key)):
         name = plain[key]
         if name.lower() in taken or (name != key and key):
-            tail = hashlib.blake2b(key.encode(), digest_size=4).hexdigest()
+            tail = hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=4).hexdigest()
             name = f"{name}-{tail}"
         taken[name.lower()] = key
         plain[key] = name
     return plain
+
+
+def _cut(name: str) -> str:
+    return name.encode(errors="ignore")[:_LONGEST].decode(errors="ignore")
 
 
 class Files:
@@ -59,9 +63,17 @@ class Files:
     epoch runs) goes into a second file, `…_part2`: saving never takes away what was saved.
     """
 
-    def __init__(self, folder: Path, keys: Iterable[str], fmt: SaveFormat, rank: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        singles: Iterable[str],
+        epochs: Iterable[str],
+        fmt: SaveFormat,
+        rank: int,
+    ) -> None:
+        """`singles` and `epochs`: the keys of the two record types, which share no file."""
         self.folder = folder
-        self.names = file_names(keys)
+        self.names = file_names(singles) | file_names(epochs)
         self.written: dict[str, None] = {}
         self._format = fmt
         self._rank = rank
@@ -89,7 +101,7 @@ class Files:
             name += f"_rank{self._rank}"
         if self._format == "pt":
             path = self.folder / f"{name}.pt"
-            _atomically(path, lambda temporary: torch.save(item, temporary))
+            _atomically(path, lambda temporary: _torch_save(temporary, item))
             self.written[path.name] = None
             return path
         return self._save_arrays(name, item)
@@ -119,12 +131,24 @@ class Files:
             items = [self._arrays(name, item, f"{leaf}.{i}") for i, item in enumerate(value)]
             return {"tuple": items} if isinstance(value, tuple) else items
         if isinstance(value, dict):
-            safe = file_names(str(key) for key in value)
+            texts = _texts(value)
+            safe = file_names(texts)
             return {
-                str(key): self._arrays(name, item, f"{leaf}.{safe[str(key)]}")
-                for key, item in value.items()
+                text: self._arrays(name, item, f"{leaf}.{safe[text]}")
+                for text, item in zip(texts, value.values(), strict=True)
             }
         return value
+
+
+def _texts(keys: Iterable[Any]) -> list[str]:
+    """Keys as JSON has them, each its own: 1 and "1" may stand in one dict."""
+    taken: dict[str, None] = {}
+    for key in keys:
+        text = str(key)
+        while text in taken:
+            text += "_"
+        taken[text] = None
+    return list(taken)
 
 
 def save_custom(folder: Path, obj: Any, name: Any) -> Path:
@@ -137,6 +161,7 @@ def save_custom(folder: Path, obj: Any, name: Any) -> Path:
         path = inside / text
         outside = Path(text).is_absolute() or ".." in Path(text).parts
         outside = outside or inside not in path.resolve().parents
+        is_folder = path.is_dir()
     except (OSError, ValueError, RuntimeError):
         raise OptionError(f"{text!r} is no file name. Give one such as 'stats.pt'.") from None
     if outside:
@@ -144,10 +169,12 @@ def save_custom(folder: Path, obj: Any, name: Any) -> Path:
             f"{text!r} leads outside the output folder {folder}. Give a name inside it, such as "
             "'stats.pt', or save it yourself with torch.save."
         )
-    if path.is_dir():
+    if is_folder:
         raise OptionError(f"{text!r} is a folder in {folder}. Choose another name.")
     if path.parent == inside and is_recording_file(path.name):
         raise OptionError(f"{text!r} is a file of the recording in {folder}. Choose another name.")
+    if re.fullmatch(r"earlier-\d+", path.relative_to(inside).parts[0]):
+        raise OptionError(f"{text!r} lies where earlier runs are moved to. Choose another name.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -155,7 +182,7 @@ def save_custom(folder: Path, obj: Any, name: Any) -> Path:
             f"Cannot make the folder {path.parent}: {error.strerror or error}."
         ) from None
     try:
-        _atomically(path, lambda temporary: torch.save(obj, temporary))
+        _atomically(path, lambda temporary: _torch_save(temporary, obj))
     except OSError as error:
         raise OptionError(f"Cannot write {path}: {error.strerror or error}.") from None
     except Exception as error:  # whatever a pickler says of somebody's object
@@ -178,7 +205,7 @@ def _atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def _temporary(path: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix=_TEMPORARY, suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=_TEMPORARY, suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     temporary.chmod(0o666 & ~_umask())
@@ -186,6 +213,17 @@ def _temporary(path: Path) -> Iterator[Path]:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _torch_save(path: Path, obj: Any) -> None:
+    """`torch.save`, with the system's own words where the disk is full."""
+    try:
+        with path.open("wb") as file:
+            torch.save(obj, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _umask() -> int:
@@ -204,11 +242,7 @@ def _storable(dtype: torch.dtype) -> torch.dtype:
 
 
 def _save_array(path: Path, tensor: torch.Tensor, stored: torch.dtype) -> None:
-    """Write an .npy file; a large tensor piece by piece, since it may not fit in memory."""
-    if tensor.numel() <= _CHUNK:
-        with path.open("wb") as file:
-            np.save(file, tensor.to(stored).numpy(), allow_pickle=False)
-        return
+    """Write an .npy file piece by piece, since a tensor may not fit in memory."""
     kind = torch.empty(0, dtype=stored).numpy().dtype
     flat = tensor.reshape(-1)
     with path.open("wb") as file:
@@ -225,7 +259,9 @@ def _save_array(path: Path, tensor: torch.Tensor, stored: torch.dtype) -> None:
 def _jsonable(value: Any) -> Any:
     """What JSON can hold: NaN becomes null, an infinity a word."""
     if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {
+            text: _jsonable(item) for text, item in zip(_texts(value), value.values(), strict=True)
+        }
     if isinstance(value, list | tuple):
         return [_jsonable(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):

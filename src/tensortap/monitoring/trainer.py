@@ -8,14 +8,17 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from torch import nn
+
 from ..errors import OptionError
 from ..taps.session import TapWarning
 from .monitor import Monitor
-from .words import reason_of
+from .words import failure_of
 
 __all__ = ["MonitoredTrainer"]
 
 T = TypeVar("T")
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _CALLBACKS = ("epoch_callback", "batch_callback")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -72,9 +75,17 @@ class MonitoredTrainer:
                 args, kwargs = _with(signature, args, kwargs, {n: ours[n] for n in taken})
                 result = fn(*args, **kwargs)
             except BaseException as error:
-                monitor.close(reason_of(error))
+                monitor.close(failure_of(error))
                 raise
-            monitor.remove_hooks()
+            if _is_unfinished(result):
+                warnings.warn(
+                    f"{_name(fn)} returned a {type(result).__name__}, before training was over. "
+                    "The monitor goes on: call monitor.remove_hooks() when training has ended.",
+                    TapWarning,
+                    stacklevel=2,
+                )
+            else:
+                monitor.remove_hooks()
             return result
 
         return monitored
@@ -114,7 +125,8 @@ def _looked_at(fn: Any) -> tuple[inspect.Signature, list[str]]:
         raise OptionError(
             f"{_name(fn)} takes neither epoch_callback nor batch_callback, so it cannot tell the "
             "monitor where it is. Give it these two arguments (or **kwargs) and call them when an "
-            "epoch and a batch begin, or call monitor.set_epoch and monitor.set_batch_idx in it."
+            "epoch and a batch begin. Where it calls monitor.set_epoch and monitor.set_batch_idx "
+            "itself, it needs no wrapper: run it inside 'with monitor:'."
         )
     return signature, taken
 
@@ -124,25 +136,87 @@ def _with(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     ours: dict[str, Callable[[int], None]],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with our callbacks, each with the caller's own behind it."""
+) -> _Arguments:
+    """The arguments with our callbacks, each with the caller's own behind it.
+
+    A caller may give callbacks in their places, or call the function as if it took none: what then
+    stands where a callback belongs is for the parameters behind it.
+    """
     positions = [
         name
         for name, p in signature.parameters.items()
         if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
-    given = list(args)
+    theirs = [value for name, value in zip(positions, args, strict=False) if name in ours]
+    in_order = _put_in(signature, positions, list(args), kwargs, ours)
+    if not theirs:
+        return in_order
+    around = _put_around(signature, positions, list(args), kwargs, ours)
+    may_be = all(_may_be_callback(value) for value in theirs)
+    return (
+        in_order
+        if may_be and (_fits(signature, in_order) or not _fits(signature, around))
+        else around
+    )
+
+
+def _put_in(
+    signature: inspect.Signature,
+    positions: list[str],
+    given: list[Any],
+    kwargs: dict[str, Any],
+    ours: dict[str, Callable[[int], None]],
+) -> _Arguments:
+    """Our callbacks in the place of the caller's, or else by name."""
     for name, our in ours.items():
-        parameter = signature.parameters.get(name)
         place = positions.index(name) if name in positions else len(given)
         if place < len(given):
             given[place] = _both(our, given[place])
-        elif name in kwargs:
-            kwargs = {**kwargs, name: _both(our, kwargs[name])}
         else:
-            default = None if parameter is None else parameter.default
-            kwargs = {**kwargs, name: _both(our, default)}
+            kwargs = {**kwargs, name: _both(our, kwargs.get(name, _default(signature, name)))}
     return tuple(given), kwargs
+
+
+def _put_around(
+    signature: inspect.Signature,
+    positions: list[str],
+    waiting: list[Any],
+    kwargs: dict[str, Any],
+    ours: dict[str, Callable[[int], None]],
+) -> _Arguments:
+    """Our callbacks between the arguments of the caller, who gave none by position."""
+    kwargs = dict(kwargs)
+    given: list[Any] = []
+    both = {
+        name: _both(our, kwargs.pop(name, _default(signature, name))) for name, our in ours.items()
+    }
+    for name in positions:
+        if not waiting:
+            break
+        given.append(both.pop(name) if name in both else waiting.pop(0))
+    return (*given, *waiting), {**kwargs, **both}
+
+
+def _default(signature: inspect.Signature, name: str) -> Any:
+    return signature.parameters[name].default if name in signature.parameters else None
+
+
+def _may_be_callback(value: Any) -> bool:
+    """Models and classes can be called too, and are no callbacks."""
+    return value is None or (callable(value) and not isinstance(value, nn.Module | type))
+
+
+def _fits(signature: inspect.Signature, arguments: _Arguments) -> bool:
+    args, kwargs = arguments
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_unfinished(result: Any) -> bool:
+    return inspect.isgenerator(result) or inspect.isasyncgen(result) or inspect.isawaitable(result)
 
 
 def _both(our: Callable[[int], None], theirs: Any) -> Callable[[int], Any]:

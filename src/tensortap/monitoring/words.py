@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from ..taps.session import TapWarning
 
-__all__ = ["Words", "reason_of"]
+__all__ = ["Words", "failure_of"]
+
+_log = logging.getLogger("tensortap.monitor")
 
 
 class Words:
@@ -20,11 +24,36 @@ class Words:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._said: set[str] = set()
+        self._waiting: list[str] | None = None
 
     def once(self, key: str, text: str) -> None:
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(text, TapWarning, stacklevel=_outside())
+            if self._waiting is not None:
+                self._waiting.append(text)
+            else:
+                warnings.warn(text, TapWarning, stacklevel=_outside())
+
+    @contextlib.contextmanager
+    def at_the_end(self, *, failing: bool) -> Iterator[None]:
+        """What is said in here is said when all is done: a warning may be an error (`-W error`).
+
+        Where something failed already, that is what the user must see: then it does not raise.
+        """
+        waiting = self._waiting = []
+        try:
+            yield
+        finally:
+            self._waiting = None
+            raised = [error for text in waiting if (error := _warned(text)) is not None]
+            if raised and not failing:
+                raise raised[0]
+
+    def passed_over(self, reason: str) -> None:
+        self.once(
+            f"over {reason}",
+            f"The model ran {reason}: the monitor passes over such calls. Training runs on.",
+        )
 
     def epoch_unsaid(self) -> None:
         self.once(
@@ -107,16 +136,29 @@ class Words:
         )
 
 
-def reason_of(error: BaseException) -> str:
-    """An exception as the manifest says it."""
+def failure_of(error: BaseException | None) -> str | None:
+    """An exception as the manifest says it; to leave by `sys.exit(0)` is no failure."""
+    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+        return None
     text = f": {error}" if str(error) else ""
     return f"the run raised {type(error).__name__}{text}"
+
+
+def _warned(text: str) -> TapWarning | None:
+    """Warn; the warning itself where it was raised, which the log then has."""
+    try:
+        warnings.warn(text, TapWarning, stacklevel=_outside())
+    except TapWarning as error:
+        _log.warning("%s", text)
+        return error
+    return None
 
 
 def _outside() -> int:
     """The stacklevel of the first frame that is neither ours nor torch's, for `warnings.warn`."""
     level, frame = 1, sys._getframe(1)
-    here = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+    ours, torchs = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
+    here = (ours, torchs, contextlib.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
         level, frame = level + 1, frame.f_back
     return level
