@@ -92,7 +92,7 @@ class _Hooks:
     """One pair of torch's global hooks for all clocks.
 
     torch walks over its hooks while they run, so none may come or go while another thread trains:
-    clocks are a tuple that is replaced as a whole, and the hooks go when no other thread knows them.
+    clocks are a tuple that is replaced whole, and the hooks go when no other thread knows them.
     """
 
     def __init__(self) -> None:
