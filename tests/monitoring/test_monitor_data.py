@@ -287,6 +287,21 @@ def test_meta_tensors_are_said_and_not_kept(tmp_path) -> None:
     monitor.remove_hooks()
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_a_tuple_of_what_they_hold(tmp_path, layout) -> None:
+    parts = [torch.ones(2, 3), torch.zeros(4, 3)]
+    model = Returns(lambda x: torch.nested.nested_tensor(parts, layout=layout))
+    monitor = monitored(tmp_path, model, ["part"], [0])
+    monitor.set_epoch(1)
+    monitor.set_batch_idx(0)
+    model(X)
+    found = monitor.get_single_data()["part"]
+    assert found["output_shape"] == [[2, 3], [4, 3]]
+    for kept, part in zip(found["data"][(1, 0)], parts, strict=True):
+        assert torch.equal(kept, part)
+    monitor.remove_hooks()
+
+
 def test_inference_tensors_come_out_as_ordinary_ones(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(3, 3))
     monitor = monitored(tmp_path, model, {"0": FULL}, None)

@@ -123,7 +123,7 @@ def test_a_second_interrupt_while_it_saves(tmp_path, monkeypatch) -> None:
 
 
 def trace(model):
-    return torch.jit.trace(model, X, check_trace=False)
+    return torch.jit.trace(model, X)
 
 
 def graph(model):

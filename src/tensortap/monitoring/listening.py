@@ -25,6 +25,7 @@ from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import Chosen
 from .hearing import Ear, HooksGuarded, recomputing
+from .moments import Moments
 from .outputs import Form, compact, pick, snapshot, take_apart, tensors_of
 
 __all__ = ["Heard", "Listening"]
@@ -91,6 +92,7 @@ class Listening:
         wants: Callable[[int], Any],
         take: Callable[[int, Any, Heard], None],
         fail: Callable[[int | None, Exception], None],
+        moments: Moments,
         passed: Callable[[str], None],
     ) -> None:
         self._model = model
@@ -99,6 +101,7 @@ class Listening:
         self._wants = wants
         self._take = take
         self._fail = fail
+        self._moments = moments
         self._passed = passed
         self._handles: list[RemovableHandle] = []
         self._own: list[tuple[nn.Module, RemovableHandle]] = []
@@ -253,7 +256,7 @@ class Listening:
 
     def _passes_over(self, output: Any = None) -> bool:
         """Whether this is a call that computes no values of its own."""
-        reason = _without_values(output)
+        reason = _without_values(output if self._moments.recorded else None)
         if reason is not None:
             self._passed(reason)
         return reason is not None
@@ -286,13 +289,18 @@ def _registry(traced: list[_Spoken], indices: Mapping[str, int]) -> Callable[[st
 
 def _without_values(output: Any) -> str | None:
     """What a model is called for that has no values: to be traced, with fakes, or transformed."""
-    if torch._C._get_tracing_state() is not None:
+    if torch._C._get_tracing_state() is not None or _checks_a_trace():
         return "while it was traced (torch.jit.trace, TensorBoard's add_graph, ONNX export)"
     if torch._C._functorch.maybe_current_level() is not None:
         return "inside a transform of torch.func"
     if output is not None and any(_is_empty(tensor) for _, tensor in flatten(output)):
         return "with fake or meta tensors, which hold no values"
     return None
+
+
+def _checks_a_trace() -> bool:
+    """`torch.jit.trace` calls the model again, to compare."""
+    return getattr(torch.jit._trace, "_trace_module_map", None) is not None
 
 
 def _is_empty(tensor: torch.Tensor | None) -> bool:

@@ -20,7 +20,7 @@ class Moments:
         self.epoch: int | None = None
         self.recorded = False  # whether the epoch that runs is to be recorded
         self.batch: int | None = None
-        self._fresh = False  # whether the batch was said after the model ran last
+        self.fresh = False  # whether the batch was said after the model ran last
         self._epochs = frozenset(epochs)
         self._batches = frozenset(batches)
         self._sample_every = sample_every
@@ -31,7 +31,7 @@ class Moments:
 
     def begin_epoch(self, epoch: int) -> None:
         """Another epoch: its batch is unsaid, unless it was said just before."""
-        if not self._fresh:
+        if not self.fresh:
             self.batch = None
         if self.epoch is not None:
             most = max(self._calls.values(), default=0)
@@ -43,15 +43,15 @@ class Moments:
         self._calls.clear()
 
     def begin_batch(self, batch: int) -> None:
-        self.batch, self._fresh = batch, True
+        self.batch, self.fresh = batch, True
 
     def begin_forward(self) -> None:
         self._forwards += 1
-        self._fresh = False
+        self.fresh = False
 
     def hear(self, index: int) -> None:
         self._heard[index] += 1
-        self._fresh = False
+        self.fresh = False
 
     def position(self, index: int | None = None) -> int:
         """The batch that runs: as it was said, or how many forwards came before in this epoch.

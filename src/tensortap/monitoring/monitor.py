@@ -156,6 +156,7 @@ class Monitor:
             wants=self._wants,
             take=self._take,
             fail=self._fail,
+            moments=self._moments,
             passed=self._passed,
         )
         self._error_before = getattr(sys, "last_value", None)
@@ -406,10 +407,9 @@ class Monitor:
         """When this call of a layer is, if it is to be kept."""
         moments, one = self._moments, self._chosen[index]
         if not moments.recorded and moments.epoch is not None:  # as it is most of the time
-            if self._hears():
-                moments.hear(index)
-                if moments.batch is None:
-                    self._words.batch_unsaid()
+            moments.fresh = False
+            if moments.batch is None and self._hears():
+                self._words.batch_unsaid()
             _log.debug("'%s' fired in epoch %d: not kept", one.key, moments.epoch)
             return None
         if not self._hears() or index in self._failed:

@@ -99,12 +99,15 @@ def _plain_key(key: Any) -> str | int:
 def _odd(tensor: torch.Tensor, tensors: list[torch.Tensor], leaf: str) -> Form:
     """Sparse, quantised, nested and wrapped tensors: the plain ones that stand for them."""
     with torch.no_grad():
-        parts = list(plain_parts(tensor, _LARGEST_DENSE))
+        if tensor.is_nested:  # jagged or not, a tuple of what it holds
+            parts = [(f"[{index}]", part) for index, part in enumerate(tensor.unbind())]
+        else:
+            parts = list(plain_parts(tensor, _LARGEST_DENSE))
     forms = []
     for index, (tail, part) in enumerate(parts):
         tensors.append(part)
         forms.append((tail, index, ("tensor", len(tensors) - 1, shortened(leaf + tail))))
-    return forms[0][2] if len(forms) == 1 else ("tuple", tuple(forms))
+    return forms[0][2] if len(forms) == 1 and not tensor.is_nested else ("tuple", tuple(forms))
 
 
 def pick(form: Form, steps: Sequence[str | int]) -> Form:
