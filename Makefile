@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/tensortap demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
