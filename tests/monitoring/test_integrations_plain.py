@@ -234,3 +234,11 @@ def test_a_fault_of_ours_does_not_end_a_framework_s_training(model, tmp_path, mo
     going_along.log({"loss": 1.0})
     going_along.close()
     assert going_along.watcher is None
+
+
+def test_leaving_by_exit_zero_is_no_failure_of_a_loop(tmp_path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    watch = tap.watch(net, tmp_path / "run", layers="leaves")
+    with pytest.raises(SystemExit), loop([torch.ones(1, 2)], epochs=1, watch=watch):
+        raise SystemExit(0)
+    assert tap.open(tmp_path / "run").status == "complete"

@@ -69,9 +69,6 @@ class _Copy:
     sources: list[int]
     event: Any = None
 
-    def arrived(self) -> bool:
-        return self.event is None or bool(self.event.query())
-
     def into(self, table: NDArray[np.float64]) -> None:
         if self.event is not None:
             self.event.synchronize()
@@ -90,10 +87,6 @@ class Gathered:
     scalars: Mapping[str, float | torch.Tensor]
     copies: list[_Copy]
     _step: Step | None = None
-
-    @property
-    def arrived(self) -> bool:
-        return all(copy.arrived() for copy in self.copies)
 
     def step(self) -> Step:
         """The step itself. Waits for what is still on its way."""
@@ -144,8 +137,7 @@ class Board:
                     fill_row(self._table[row], tensor, False)
                 source = None
             else:
-                if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                    self.captured = True  # what a graph replays runs no Python: not to be heard
+                if self._captures(tensor.device):
                     return True
                 rows = self._rows_on(tensor.device)
                 index, view = rows.next()
@@ -167,8 +159,15 @@ class Board:
                 by_device.setdefault(tensor.device, []).append((site, tensor))
         for device, group in by_device.items():
             with self._lock:
-                self._take_group(self._rows_on(device), group)
+                if not self._captures(device):
+                    self._take_group(self._rows_on(device), group)
         return taken
+
+    def _captures(self, device: torch.device) -> bool:
+        """Whether a CUDA graph is being captured: what it replays runs no Python."""
+        now = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self.captured = self.captured or now
+        return now
 
     def _take_group(self, rows: _DeviceRows, group: Sequence[tuple[Site, torch.Tensor]]) -> None:
         while group:
@@ -181,13 +180,6 @@ class Board:
             self._sites += [site for site, _ in now]
             self._calls += [0] * len(now)
             self._device_of += [(rows, index + i) for i in range(len(now))]
-
-    def forget(self) -> None:
-        """Drop the step in hand."""
-        with self._lock:
-            self._clear()
-            for rows in self._devices.values():
-                rows.clear()
 
     def gather(
         self,

@@ -88,7 +88,6 @@ class Journal:
         self._last: tuple[Step, int] | None = None
         self._seen: tuple[float, int] | None = None  # when, and which step, for the rate
         self._rate = math.nan
-        self.written = 0
         self._thread = threading.Thread(target=self._run, name="tensortap-watch", daemon=True)
         self._thread.start()
 
@@ -182,7 +181,6 @@ class Journal:
             self._last = (step, entry.every)
 
     def _write(self, step: Step, held: Held) -> None:
-        self.written += 1
         rest = dict(held)
         for row, (site, call) in enumerate(zip(step.sites, step.calls, strict=True)):
             moment = (next(self._order), step.epoch, step.batch, call)

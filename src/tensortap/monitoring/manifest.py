@@ -15,7 +15,7 @@ from ..recording.writer import now
 from ..selection import structure as structure_of
 from ..taps.describe import describe_environment, describe_module, device_of
 
-__all__ = ["manifest_of", "rank"]
+__all__ = ["manifest_of"]
 
 
 def manifest_of(
@@ -51,10 +51,3 @@ def manifest_of(
         environment=describe_environment(),
         notes=list(notes),
     )
-
-
-def rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return 0

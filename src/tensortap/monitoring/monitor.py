@@ -42,12 +42,14 @@ from .outputs import put_together
 from .run import Keep, Run
 from .saving import Files, SaveFormat, save_custom
 from .spill import Maps
-from .words import Words, failure_of
+from .telling import failure_of
+from .words import Words
 
 __all__ = ["Monitor"]
 
 Condition = Callable[[str, Any], bool]
 
+_BY = "the run raised"
 _log = logging.getLogger("tensortap.monitor")
 _live: weakref.WeakValueDictionary[Path, Monitor] = weakref.WeakValueDictionary()
 
@@ -343,7 +345,7 @@ class Monitor:
             try:
                 self._save_unsaved()
             except BaseException as error:  # a second Ctrl-C
-                failure = failure or failure_of(error)
+                failure = failure or failure_of(error, _BY)
                 raise
             finally:
                 notes = [*self._listening.notes, *self._silent()]
@@ -367,7 +369,7 @@ class Monitor:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(failure_of(error))
+        self.close(failure_of(error, _BY))
 
     def __copy__(self) -> Monitor:
         """A monitor is one: copies of what holds it (a configuration) hold the same."""
@@ -384,7 +386,7 @@ class Monitor:
         """The interpreter ends and nobody called remove_hooks: what was recorded is kept."""
         if os.getpid() == self._owner:
             error = getattr(sys, "last_value", None)
-            self.close(failure_of(None if error is self._error_before else error))
+            self.close(failure_of(None if error is self._error_before else error, _BY))
 
     # Inside the forward pass.
 

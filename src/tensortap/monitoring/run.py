@@ -16,10 +16,10 @@ from ..numerics.summary import Summary
 from ..recording.dtypes import dtype_name
 from ..recording.schema import Site
 from ..recording.writer import Writer
-from ..taps.describe import InputLog
+from ..taps.describe import InputLog, rank
 from .choice import Chosen, described
 from .earlier import Claim, make_room
-from .manifest import manifest_of, rank
+from .manifest import manifest_of
 from .outputs import Form, tensors_of
 
 __all__ = ["Keep", "Run"]

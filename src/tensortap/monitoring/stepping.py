@@ -27,7 +27,7 @@ from .step import Step
 
 __all__ = ["Stepping", "Wanted"]
 
-_ALL: frozenset[int] | None = None
+_ALL = None  # parameters, whoever holds them
 _REMEMBERED = 16  # steps, to see whether optimizers take turns
 
 

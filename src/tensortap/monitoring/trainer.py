@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import OptionError
 from ..taps.session import TapWarning
 from .monitor import Monitor
-from .words import failure_of
+from .telling import failure_of
 
 __all__ = ["MonitoredTrainer"]
 
@@ -75,7 +75,7 @@ class MonitoredTrainer:
                 args, kwargs = _with(signature, args, kwargs, {n: ours[n] for n in taken})
                 result = fn(*args, **kwargs)
             except BaseException as error:
-                monitor.close(failure_of(error))
+                monitor.close(failure_of(error, "the run raised"))
                 raise
             if _is_unfinished(result):
                 warnings.warn(

@@ -16,10 +16,8 @@ import logging
 import operator
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,17 +28,19 @@ from ..errors import OptionError, RecordingError, TapError, WatchAlarm
 from ..recording.writer import Writer
 from ..selection import Selection, select
 from ..taps import compiled
+from ..taps.describe import rank
 from ..taps.session import TapWarning
 from .board import Board
 from .clock import Clock
 from .hearing import graphs_exist
 from .journal import Journal
-from .manifest import manifest_of, rank
+from .manifest import manifest_of
 from .parameters import Parameters
 from .places import Gate, Places
 from .rules import Alarm, Rules
 from .sinks import sinks_of
 from .stepping import Stepping, Wanted
+from .telling import failure_of, outside
 
 if TYPE_CHECKING:
     from .config import Reread
@@ -396,7 +396,7 @@ class Watcher:
         reason = self.failure or failure
         late = self._finish(reason is not None)
         if late is not None and reason is None:
-            reason = f"training raised WatchAlarm: {late}"
+            reason = failure_of(late)
         self._journal.close()
         self.notes += self._last_words()
         parameters = self._stepping.parameters
@@ -436,7 +436,7 @@ class Watcher:
         error = getattr(sys, "last_value", None)
         if error is self._old_error or hasattr(sys, "ps1"):  # an earlier one, of another cell
             error = None
-        self.close(None if error is None else f"training raised {type(error).__name__}: {error}")
+        self.close(failure_of(error))
 
     def __enter__(self) -> Watcher:
         return self
@@ -447,10 +447,7 @@ class Watcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        done = isinstance(error, SystemExit) and error.code in (None, 0)
-        text = f": {error}" if error is not None and str(error) else ""
-        failure = None if kind is None or done else f"training raised {kind.__name__}{text}"
-        self.close(failure)
+        self.close(failure_of(error))
 
     # Inside.
 
@@ -580,18 +577,9 @@ class Watcher:
 
     def _warn(self, text: str) -> None:
         try:
-            warnings.warn(text, TapWarning, stacklevel=_outside())
+            warnings.warn(text, TapWarning, stacklevel=outside())
         except TapWarning:  # warnings are errors here, but training must not die of this one
             _LOG.warning(text)
-
-
-def _outside() -> int:
-    """How far up the caller is whose line a warning should show: neither ours nor torch's."""
-    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), threading.__file__)
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _told(told: Any, otherwise: Any) -> Any:

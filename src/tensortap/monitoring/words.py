@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from ..taps.session import TapWarning
+from .telling import outside
 
-__all__ = ["Words", "failure_of"]
+__all__ = ["Words"]
 
 _log = logging.getLogger("tensortap.monitor")
 
@@ -32,7 +30,7 @@ class Words:
             if self._waiting is not None:
                 self._waiting.append(text)
             else:
-                warnings.warn(text, TapWarning, stacklevel=_outside())
+                warnings.warn(text, TapWarning, stacklevel=outside())
 
     @contextlib.contextmanager
     def at_the_end(self, *, failing: bool) -> Iterator[None]:
@@ -136,32 +134,14 @@ class Words:
         )
 
 
-def failure_of(error: BaseException | None) -> str | None:
-    """An exception as the manifest says it; to leave by `sys.exit(0)` is no failure."""
-    if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-        return None
-    text = f": {error}" if str(error) else ""
-    return f"the run raised {type(error).__name__}{text}"
-
-
 def _warned(text: str) -> TapWarning | None:
     """Warn; the warning itself where it was raised, which the log then has."""
     try:
-        warnings.warn(text, TapWarning, stacklevel=_outside())
+        warnings.warn(text, TapWarning, stacklevel=outside())
     except TapWarning as error:
         _log.warning("%s", text)
         return error
     return None
-
-
-def _outside() -> int:
-    """The stacklevel of the first frame that is neither ours nor torch's, for `warnings.warn`."""
-    level, frame = 1, sys._getframe(1)
-    ours, torchs = str(Path(__file__).parent.parent), str(Path(torch.__file__).parent)
-    here = (ours, torchs, contextlib.__file__)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _some(numbers: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from ..recording.dtypes import dtype_name
 from .leaves import flatten
 from .plain import is_plain
 
-__all__ = ["InputLog", "describe_environment", "describe_module", "device_of"]
+__all__ = ["InputLog", "describe_environment", "describe_module", "device_of", "rank"]
 
 _MOST_IDS = 1 << 16
 _MOST_BATCHES = 64
@@ -72,6 +72,14 @@ def device_of(model: nn.Module) -> str:
     for tensor in (*model.parameters(), *model.buffers()):
         return str(tensor.device)
     return "cpu"
+
+
+def rank() -> int:
+    """The number of this process among those that train together; 0 when it is alone."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return 0
 
 
 def describe_environment() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..recording.schema import COMPARISON, MANIFEST, Manifest
 from ..recording.store import open_store
 from ..recording.writer import Writer, now
 from .base import Ports, Tap, find_tap
-from .describe import InputLog, describe_environment, device_of
+from .describe import InputLog, describe_environment, device_of, rank
 from .eager import StopForward
 from .judging import Divergence, Judge
 from .sink import Keep, Sink, Tally
@@ -217,7 +217,7 @@ class Recorder:
         manifest = self._manifest()
         if self._judge is not None:
             candidate = reader.Recording(open_store(self.path), manifest, [], [])
-            self._judge.begin(candidate, self.tap.slots, _layers_of(self.model), _rank())
+            self._judge.begin(candidate, self.tap.slots, _layers_of(self.model), rank())
             if self._stop and not self._judge.sure:
                 self._stop = False
                 self.tap.notes.append(
@@ -230,7 +230,7 @@ class Recorder:
             budget=self._budget,
             overwrite=self._overwrite,
             histograms=self._histograms,
-            rank=_rank(),
+            rank=rank(),
         )
         self._sink = Sink(
             self._writer,
@@ -333,7 +333,7 @@ class Recorder:
             self._answer = error
             return
         self._answer = found
-        if _rank() == 0:
+        if rank() == 0:
             try:
                 open_store(self.path).write_text(COMPARISON, found.to_json() + "\n")
             except OSError as error:
@@ -513,10 +513,3 @@ def _layers_of(model: Any) -> list[str]:
     if not isinstance(model, torch.nn.Module):
         return []
     return [name.replace("_orig_mod.", "") for name, _ in model.named_modules()]
-
-
-def _rank() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return 0

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ...errors import OptionError, TapError
 from ...taps.session import TapWarning
 from ..sinks import Sink, sinks_of
+from ..telling import failure_of
 from ..watch import Watcher, watch
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
 
-__all__ = ["Companion", "reason_of"]
+__all__ = ["Companion"]
 
 DEFAULT_PATH = "runs/train"
 _OPTIONS = [name for name in inspect.signature(watch).parameters if name not in ("model", "path")]
@@ -118,7 +119,7 @@ class Companion:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(None if error is None else reason_of(error))
+        self.close(failure_of(error))
 
 
 def _watched(model: Any, path: str, options: dict[str, Any]) -> Watcher | None:
@@ -128,11 +129,7 @@ def _watched(model: Any, path: str, options: dict[str, Any]) -> Watcher | None:
     except TapError:
         raise
     except Exception as error:
-        text = f"tensortap does not watch (to {path}): {reason_of(error, '')}. Training runs on."
+        why = f"{type(error).__name__}: {error}"
+        text = f"tensortap does not watch (to {path}): {why}. Training runs on."
         warnings.warn(text, TapWarning, stacklevel=2)
         return None
-
-
-def reason_of(error: BaseException, by: str = "training raised ") -> str:
-    """Why training ended, as the recording keeps it."""
-    return f"{by}{type(error).__name__}" + (f": {error}" if str(error) else "")

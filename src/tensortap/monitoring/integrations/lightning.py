@@ -17,7 +17,8 @@ from ...errors import MissingExtraError
 from ...taps.session import TapWarning
 from ..sinks import Sinks, TensorBoardSink
 from ..sinks.values import without_scalars
-from .companion import Companion, reason_of
+from ..telling import failure_of
+from .companion import Companion
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -112,7 +113,7 @@ class TapCallback(_Callback):  # type: ignore[misc]
         self._end(None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._end(reason_of(exception))
+        self._end(failure_of(exception))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._end(None)

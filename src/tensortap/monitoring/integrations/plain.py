@@ -11,8 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ...errors import OptionError
+from ..telling import failure_of
 from ..watch import Watcher
-from .companion import reason_of
 
 if TYPE_CHECKING:
     from ..monitor import Monitor
@@ -84,7 +84,7 @@ class Loop(Generic[Batch]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        failure = None if error is None else reason_of(error)
+        failure = failure_of(error)
         if self.monitor is not None:
             self.monitor.close(failure)  # saves what nobody saved
         if self.watch is not None:
