@@ -32,6 +32,7 @@ from .schema import (
     SKETCHES,
     Manifest,
     Port,
+    Provenance,
     Status,
 )
 from .segment import RawRow, Segment, read_segment, sorted_rows, tensor_id
@@ -167,6 +168,7 @@ class Record:
     dtype: str
     device: str
     rank: int
+    provenance: Provenance
     _recording: Recording = field(repr=False, compare=False)
     _segment: Segment = field(repr=False, compare=False)
     _number: int = field(repr=False, compare=False)
@@ -217,6 +219,7 @@ class Record:
         names = "layer alias port leaf epoch batch call order type shape dtype device rank stored"
         return {
             **{name: getattr(self, name) for name in names.split()},
+            "provenance": self.provenance,
             "summary": self.summary.to_dict(),
         }
 
@@ -422,6 +425,7 @@ class Recording(Mapping[str, Layer]):
             dtype=site.dtype,
             device=site.device,
             rank=segment.rank,
+            provenance=site.provenance,
             _recording=self,
             _segment=segment,
             _number=number,

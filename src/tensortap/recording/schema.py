@@ -18,8 +18,10 @@ __all__ = [
     "LIVE",
     "MANIFEST",
     "PORTS",
+    "PROVENANCES",
     "Manifest",
     "Port",
+    "Provenance",
     "Row",
     "Site",
     "Status",
@@ -52,6 +54,9 @@ PORTS: tuple[Port, ...] = (
     "scalar",
 )
 Status = Literal["recording", "complete", "failed"]
+Provenance = Literal["hook", "scope", "value-name", "weight", "inferred"]
+PROVENANCES: tuple[Provenance, ...] = ("hook", "scope", "value-name", "weight", "inferred")
+"""How a layer's name is known, the surest first (docs/compiled.md)."""
 
 
 def segment_name(rank: int, number: int) -> str:
@@ -88,6 +93,7 @@ class Site:
     shape: tuple[int, ...] = ()
     dtype: str = ""
     device: str = "cpu"
+    provenance: Provenance = "hook"
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,7 @@ class Manifest:
     inputs: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    self_checks: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: str | None = None
 
@@ -174,9 +181,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "inputs": (dict,),
     "environment": (dict,),
     "skipped": (list,),
+    "self_checks": (list,),
     "notes": (list,),
 }
-_ITEMS: dict[str, type] = {"skipped": dict, "notes": str}
+_ITEMS: dict[str, type] = {"skipped": dict, "self_checks": dict, "notes": str}
 
 
 def _check_types(values: Mapping[str, Any], where: str) -> None:

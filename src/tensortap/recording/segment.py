@@ -24,8 +24,10 @@ from .schema import (
     HISTOGRAM_COUNTS,
     PADDING,
     PORTS,
+    PROVENANCES,
     SKETCHES,
     SUMMARIES,
+    Provenance,
     Site,
 )
 from .store import Store
@@ -292,7 +294,14 @@ def _site(item: Any, where: str) -> Site:
         shape=shape,
         dtype=str(item["dtype"]),
         device=str(item["device"]),
+        provenance=_provenance(item.get("provenance", "hook"), where),
     )
+
+
+def _provenance(value: Any, where: str) -> Provenance:
+    if value not in PROVENANCES:
+        raise DamagedError(f"{where} is corrupt: no name is known by {value!r}.")
+    return value  # type: ignore[no-any-return]
 
 
 def sorted_rows(segments: Iterable[Segment]) -> list[tuple[Segment, RawRow]]:

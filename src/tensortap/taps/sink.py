@@ -23,7 +23,7 @@ from ..numerics.sampling import SKETCH, sample
 from ..numerics.summary import WIDTH
 from ..recording.dtypes import dtype_name
 from ..recording.rows import fill_row
-from ..recording.schema import Port, Site
+from ..recording.schema import Port, Provenance, Site
 from ..recording.writer import Writer
 from .judging import Judge, Snapshots, Values
 from .plain import Unrecordable, is_plain, plain_parts
@@ -53,6 +53,7 @@ class Slot:
     name: str
     type: str
     alias: str | None = None
+    provenance: Provenance = "hook"
     calls: int = 0
     seen: int = 0
 
@@ -297,6 +298,7 @@ class Sink:
                     tuple(item.shape),
                     dtype_name(item.dtype),
                     str(item.device),
+                    slot.provenance,
                 )
             )
         return site
