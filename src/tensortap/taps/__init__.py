@@ -1,6 +1,7 @@
 """Taps: what listens inside a model, one file a runtime, and the recorder that drives them."""
 
-from .base import Ports, Tap, TapFactory, find_tap, register
+from .base import Ports, Tap, TapFactory, register
+from .choose import choose_tap
 from .session import Recorder, TapWarning, record
 
 __all__ = [
@@ -9,7 +10,7 @@ __all__ = [
     "Tap",
     "TapFactory",
     "TapWarning",
-    "find_tap",
+    "choose_tap",
     "record",
     "register",
 ]

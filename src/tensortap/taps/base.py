@@ -1,7 +1,7 @@
 """What every tap is: something that listens inside one kind of runtime.
 
-A tap is chosen by what the model is. Built-in taps and those of other packages (entry point group
-`tensortap.taps`) go through the same registry; the first that accepts a model gets it.
+A tap is chosen by what the model is (`choose.py`). Those of other packages (entry point group
+`tensortap.taps`) are asked before our own; the first that accepts a model gets it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from ..errors import OptionError
 from ..recording.schema import Port, Structure
 from .sink import Sink, Slot
 
-__all__ = ["Ports", "Tap", "TapFactory", "find_tap", "register"]
+__all__ = ["Ports", "Tap", "TapFactory", "register", "registered"]
 
 
 @dataclass(frozen=True)
@@ -96,19 +95,6 @@ def register(factory: TapFactory) -> None:
     _FACTORIES.insert(0, factory)
 
 
-def find_tap(model: object) -> TapFactory:
-    """The tap for this model, or a sentence that says which kinds there are."""
-    from . import eager
-
-    known = [*_FACTORIES, *_installed(), eager.FACTORY]
-    for factory in known:
-        if factory.accepts(model):
-            return factory
-    raise OptionError(
-        f"Cannot record a {type(model).__module__}.{type(model).__qualname__}: expected a "
-        f"torch.nn.Module. The taps that are here: {', '.join(f.name for f in known)}."
-    )
-
-
-def _installed() -> list[TapFactory]:
-    return [point.load() for point in entry_points(group="tensortap.taps")]
+def registered() -> list[TapFactory]:
+    """The taps that others added, here or by their package's entry points."""
+    return [*_FACTORIES, *(point.load() for point in entry_points(group="tensortap.taps"))]

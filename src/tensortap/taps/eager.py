@@ -32,7 +32,7 @@ from .plan import calls_without_running
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
-__all__ = ["FACTORY", "EagerTap", "StopForward"]
+__all__ = ["EagerTap", "StopForward"]
 
 
 class StopForward(BaseException):
@@ -156,7 +156,10 @@ class EagerTap:
         return [why_silent([s.name for s in fused])] if fused else [], rest
 
     def describe(self) -> dict[str, Any]:
-        return describe_module(self.model)
+        described = describe_module(self.model)
+        if compiled.contains_compiled(self.model):
+            described["runtime"] = "torch.compile"
+        return described
 
     # Running.
 
@@ -397,16 +400,3 @@ def _recomputing() -> bool:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-class _Factory:
-    name = "eager module"
-
-    def accepts(self, model: object) -> bool:
-        return isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule)
-
-    def __call__(self, model: Any, layers: Any, ports: Ports, *, default: bool) -> EagerTap:
-        return EagerTap(model, layers, ports, default=default)
-
-
-FACTORY = _Factory()

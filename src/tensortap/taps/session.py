@@ -7,6 +7,7 @@ import platform
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,12 @@ from ..recording import reader
 from ..recording.schema import COMPARISON, MANIFEST, Manifest
 from ..recording.store import open_store
 from ..recording.writer import Writer, now
-from .base import Ports, Tap, find_tap
+from .base import Ports, Tap
+from .choose import choose_tap
 from .describe import InputLog, describe_environment, device_of, rank
 from .eager import StopForward
 from .judging import Divergence, Judge
+from .programs.base import Options
 from .sink import Keep, Sink, Tally
 from .unseen import unseen
 
@@ -58,6 +61,13 @@ def record(
     strict: bool = False,
     mode: str | None = None,
     target: dict[str, Any] | None = None,
+    runtime: str | None = None,
+    manifest: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    names_from: str | os.PathLike[str] | None = None,
+    accept_inferred: bool = False,
+    self_check: bool = True,
+    custom_ops: Sequence[str | os.PathLike[str]] = (),
 ) -> Recorder:
     """Record the layers of a model while it runs.
 
@@ -66,7 +76,9 @@ def record(
             rec.step()
 
     Args:
-        model: any model that a tap knows; today any `torch.nn.Module`, compiled or not.
+        model: a `torch.nn.Module`, compiled or not; TorchScript, an exported program, an ONNX
+            Runtime session, an OpenVINO model, or the path of such a model's file; a Python object
+            that holds one of them; or anything that can be called (docs/compiled.md).
         path: the folder, or an fsspec URL, that the recording is written to.
         layers: what to record (see docs/selection.md). By default the repeated blocks, and on a
             model without any, the leaves.
@@ -84,6 +96,14 @@ def record(
         strict: a recorder that fails raises. Otherwise it warns once and the model runs on.
         mode: the name of the variant, kept in the manifest.
         target: what else the manifest should say of the target.
+        runtime: of a compiled model, where its type or file does not tell.
+        manifest: names for the extra outputs of a model that was instrumented before compiling.
+        weights: a checkpoint that gives names to the layers of a graph that has lost them.
+        names_from: the float model whose names a quantised one has lost.
+        accept_inferred: also record layers of a compiled model whose names are guesses.
+        self_check: check on the first inputs of each shape that a compiled model gives the same
+            output with taps and without, and that linear layers are what they are called.
+        custom_ops: libraries of custom operators that a compiled model may load.
     """
     if not isinstance(path, str | os.PathLike):
         raise OptionError(f"path must be a folder's path or URL, got {path!r}.")
@@ -115,6 +135,15 @@ def record(
         target=target or {},
         judge=judge,
         stop=stop,
+        options=Options(
+            runtime=runtime,
+            manifest=None if manifest is None else Path(manifest),
+            weights=None if weights is None else Path(weights),
+            names_from=None if names_from is None else Path(names_from),
+            accept_inferred=accept_inferred,
+            self_check=self_check,
+            custom_ops=tuple(Path(library) for library in custom_ops),
+        ),
     )
 
 
@@ -138,11 +167,12 @@ class Recorder:
         target: dict[str, Any],
         judge: Judge | None = None,
         stop: bool = False,
+        options: Options | None = None,
     ) -> None:
         _check_options(layers, ports, keep, budget)
         self.path = path
         self.model = model
-        self.tap: Tap = find_tap(model)(model, layers, ports, default=default_layers)
+        self.tap: Tap = choose_tap(model, layers, ports, default=default_layers, options=options)
         self._ports = ports
         self._keep: Keep = keep
         self._budget = budget
@@ -267,6 +297,7 @@ class Recorder:
                 {"layer": layer, "port": port, "leaf": leaf, "reason": why, "count": count}
                 for (layer, port, leaf, why), count in sorted(self._sink.skipped.items())
             ],
+            self_checks=[check.to_dict() for check in getattr(self.tap, "self_checks", ())],
             selection={
                 **self._writer.manifest.selection,
                 "stopped_behind": self.tap.stopped_behind,

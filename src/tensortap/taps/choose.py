@@ -1,0 +1,59 @@
+"""Which tap listens to a model: told by what the model is, unless the user says."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OptionError
+from .base import Ports, Tap, registered
+from .programs.base import Options, Program
+from .programs.kinds import kind_of, open_program
+from .programs.tap import ProgramTap
+
+__all__ = ["choose_tap"]
+
+
+def choose_tap(
+    model: Any, layers: Any, ports: Ports, *, default: bool, options: Options | None = None
+) -> Tap:
+    """The tap for a model: eager, compiled, a file of one, or an object that holds some."""
+    options = options or Options()
+    for factory in registered():
+        if factory.accepts(model):
+            return factory(model, layers, ports, default=default)
+    if isinstance(model, Program | str | os.PathLike) or options.manifest or options.runtime:
+        if options.runtime != "eager":
+            program = open_program(model, options)
+            return ProgramTap(program, layers, ports, default=default, options=options)
+    elif kind_of(model) is not None:
+        program = open_program(model, options)
+        return ProgramTap(program, layers, ports, default=default, options=options)
+    return _eager(model, layers, ports, default, options)
+
+
+def _eager(model: Any, layers: Any, ports: Ports, default: bool, options: Options) -> Tap:
+    from .eager import EagerTap
+
+    try:
+        from .inside import InsideTap, find_parts
+    except ImportError:  # TODO while it is being written
+        find_parts = lambda model: []
+
+    eager = isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule)
+    parts = [] if options.runtime == "eager" else find_parts(model)
+    if parts:
+        return InsideTap(model, parts, layers, ports, default=default, options=options)
+    if eager:
+        return EagerTap(model, layers, ports, default=default)
+    if callable(model):
+        program = open_program(model, options)
+        return ProgramTap(program, layers, ports, default=default, options=options)
+    raise OptionError(
+        f"Cannot record a {type(model).__module__}.{type(model).__qualname__}: expected a "
+        "torch.nn.Module, a compiled model (TorchScript, an exported program, ONNX Runtime, "
+        "OpenVINO) or its file, a Python object that holds one, or anything that can be called."
+    )

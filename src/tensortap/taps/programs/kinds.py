@@ -1,0 +1,126 @@
+"""Which runtime a compiled model is for: told by the object, or by a look into its file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ...errors import OptionError, TargetError
+from .base import Kind, Options, Program
+
+__all__ = ["is_model_file", "kind_of", "kinds", "open_program"]
+
+# In the order in which they are asked.
+_HOMES = (
+    ("torchscript", "KIND"),
+    ("exported", "KIND"),
+    ("aoti", "KIND"),
+    ("onnx_runtime", "KIND"),
+    ("openvino", "KIND"),
+    ("split", "KIND"),
+    ("torchscript_ops", "KIND"),
+)
+_OPAQUE = ("opaque", "KIND")
+
+
+def kinds() -> list[Kind]:
+    """Every runtime, in the order in which they are asked; what is merely callable comes last."""
+    found = []
+    for home in (*_HOMES, _OPAQUE):
+        try:
+            found.append(_load(*home))
+        except ModuleNotFoundError:  # TODO while the files are being written
+            continue
+    return found
+
+
+def _load(home: str, name: str) -> Kind:
+    kind: Kind = getattr(import_module(f".{home}", __package__), name)
+    return kind
+
+
+def is_model_file(text: str) -> bool:
+    """Whether this names a compiled model's file, by its suffix."""
+    return any(text.lower().endswith(suffix) for kind in kinds() for suffix in kind.suffixes)
+
+
+def kind_of(model: object) -> Kind | None:
+    """The runtime of a live object, or None; what is merely callable is of none."""
+    return next((kind for kind in kinds() if kind.name != "opaque" and kind.accepts(model)), None)
+
+
+def open_program(model: Any, options: Options | None = None) -> Program:
+    """The program of a compiled model: an object, or the path of its file."""
+    options = options or Options()
+    if isinstance(model, Program):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return _open_file(Path(model), options)
+    kind = _forced(options) if options.runtime else kind_of(model)
+    if kind is None:
+        kind = _load(*_OPAQUE)
+    if not kind.accepts(model):
+        raise OptionError(
+            f"A {type(model).__module__}.{type(model).__qualname__} is no model for the runtime "
+            f"'{kind.name}'. Leave --runtime out, or name another: {_names()}."
+        )
+    return _with_manifest(kind, model, options)
+
+
+def _open_file(path: Path, options: Options) -> Program:
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "does not exist"
+        near = _near(path)
+        raise TargetError(f"The model file '{path}' {what}.{near}")
+    if options.runtime:
+        return _with_manifest(_forced(options), path, options)
+    fitting = [
+        kind
+        for kind in kinds()
+        if any(path.name.lower().endswith(suffix) for suffix in kind.suffixes)
+    ]
+    if not fitting:
+        raise TargetError(
+            f"'{path}' is of no kind that is known by its name: expected one of {_suffixes()}. "
+            f"Name the runtime with --runtime: {_names()}."
+        )
+    for kind in fitting:
+        if kind.recognises(path):
+            return _with_manifest(kind, path, options)
+    return _with_manifest(fitting[0], path, options)  # it says what is wrong with the file
+
+
+def _with_manifest(kind: Kind, model: Any, options: Options) -> Program:
+    """With a manifest of extra outputs, whatever the runtime is, the manifest gives the names."""
+    program = kind.program(model, options)
+    if options.manifest is None or kind.name in ("opaque", "split"):
+        return program
+    opaque = import_module(".opaque", __package__)
+    found: Program = opaque.with_manifest(program, options)
+    return found
+
+
+def _forced(options: Options) -> Kind:
+    for kind in kinds():
+        if kind.name == options.runtime:
+            return kind
+    raise OptionError(f"There is no runtime '{options.runtime}'. Expected one of: {_names()}.")
+
+
+def _names() -> str:
+    return ", ".join(kind.name for kind in kinds())
+
+
+def _suffixes() -> str:
+    return ", ".join(dict.fromkeys(suffix for kind in kinds() for suffix in kind.suffixes))
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    names = [item.name for item in path.parent.iterdir() if item.is_file()]
+    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
+    return f" Near: {', '.join(repr(str(path.parent / name)) for name in close)}." if close else ""

@@ -1,0 +1,366 @@
+"""The tap over any compiled model.
+
+A program hands out its layers' values when a run is over; from here on they are treated as those of
+an eager module: the same selection, the same sink, the same recording. What is special to compiled
+models is said in rows and checks: layers that the compiler dropped, names that would be guesses,
+and whether the tapped model is still the model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...errors import OptionError, SelectionError
+from ...recording.schema import Structure
+from ...selection import select, structure
+from ...selection.patterns import WORDS, split
+from ..base import Ports
+from ..leaves import flatten, holds_tensor
+from ..sink import Held, Sink, Slot
+from ..unseen import unseen
+from .base import HeardCall, Leaves, Options, Place, Program, Run, Runner
+from .selfcheck import SelfCheck, check_linear, check_output
+from .skeleton import skeleton
+
+__all__ = ["REFUSED", "ProgramTap", "joined"]
+
+REFUSED = "its name would be a guess; --accept-inferred records it"
+_LINEARS = 1 << 28  # weights of all linears together, up to which all are checked
+
+
+class ProgramTap:
+    """Listens to the selected layers of a program.
+
+    With `prefix`, the program is a part of something larger, and its layers are named behind it.
+    `chosen` are then the places that were selected over all parts.
+    """
+
+    stopped_behind: str | None = None
+    can_stop = False
+
+    def __init__(
+        self,
+        program: Program,
+        layers: Any,
+        ports: Ports,
+        *,
+        default: bool,
+        options: Options | None = None,
+        prefix: str = "",
+        chosen: Collection[str] | None = None,
+    ) -> None:
+        if ports.grads:
+            raise OptionError(
+                f"Gradients cannot be recorded from a compiled model ({program.runtime}): it has "
+                "no backward pass. Leave --grads out, or record the eager model."
+            )
+        self.program = program
+        self.ports = ports
+        self.prefix = prefix
+        self.notes: list[str] = list(program.notes)
+        self.self_checks: list[SelfCheck] = []
+        self._options = options or Options()
+        by_name = {place.name: place for place in program.places}
+        by_name.setdefault("", Place("", provenance="hook"))
+        if chosen is None:
+            chosen = self._select(list(by_name.values()), layers, default)
+        places = [place for name, place in by_name.items() if name in chosen]
+        places = [replace(p, provenance="hook") if not p.name else p for p in places]
+        self._refuse(places, layers)
+        self.slots: Sequence[Slot] = [
+            Slot(index, joined(prefix, place.name), place.type, provenance=place.provenance)
+            for index, place in enumerate(places)
+        ]
+        self._slots = {place.name: slot for place, slot in zip(places, self.slots, strict=True)}
+        self._lost = {place.name: why for place in places if (why := self._why_lost(place))}
+        self._wanted = [place.name for place in places if place.name not in self._lost]
+        self.structure: Structure = self._structure(list(by_name.values()))
+        self._sink: Sink | None = None
+        self._on_failure: Callable[[Exception], None] = _raise
+        self._listeners: list[Callable[[tuple[Any, ...], Mapping[str, Any]], None]] = []
+        self._runner: Runner | None = None
+        self._undo: Callable[[], None] | None = None
+        self._seen_shapes: set[Any] = set()
+
+    # Choosing.
+
+    def _select(self, places: list[Place], layers: Any, default: bool) -> Collection[str]:
+        tree = skeleton(places, getattr(self.program, "weights", None))
+        if len(places) == 1 and default:
+            self.notes.append(
+                f"This {self.program.runtime} model gives away its outputs alone: they are "
+                "recorded as the root ''. To see inside, instrument it before it is compiled "
+                "(docs/compiled.md)."
+            )
+            return {""}
+        selection = select(tree, layers, default_fallback=default)
+        self.notes += selection.notes
+        return set(selection.names)
+
+    def _structure(self, places: list[Place]) -> Structure:
+        found = structure(skeleton(places, getattr(self.program, "weights", None)))
+        return Structure(
+            blocks=tuple(joined(self.prefix, name) for name in found.blocks),
+            embedding=None if found.embedding is None else joined(self.prefix, found.embedding),
+            final_norm=None if found.final_norm is None else joined(self.prefix, found.final_norm),
+        )
+
+    def _why_lost(self, place: Place) -> str | None:
+        if place.gone is not None:
+            return place.gone
+        if place.provenance == "inferred" and not self._options.accept_inferred:
+            return REFUSED
+        return None
+
+    def _refuse(self, places: Sequence[Place], layers: Any) -> None:
+        """A guess that was asked for by name is an error; one among many is a row."""
+        wanted = [layers] if isinstance(layers, str) else list(layers)
+        named = {part for text in wanted for part in split(text)} - set(WORDS)
+        for place in places:
+            why = self._why_lost(place)
+            if why is not None and joined(self.prefix, place.name) in named:
+                raise SelectionError(f"The layer '{place.name}' cannot be recorded: {why}.")
+        lost = [place for place in places if self._why_lost(place)]
+        if places and len(lost) == len(places):
+            raise SelectionError(
+                f"None of the {len(lost)} selected layers can be recorded. '{lost[0].name}': "
+                f"{self._why_lost(lost[0])}."
+            )
+
+    # Attaching and detaching.
+
+    def attach(self, sink: Sink, on_failure: Callable[[Exception], None]) -> None:
+        self._sink, self._on_failure = sink, on_failure
+        for name, why in self._lost.items():
+            for port in self.ports.names():
+                sink.skip(self._slots[name], port, "", why)
+        if sink.stop:
+            self.notes.append(
+                "A compiled model cannot be left early: it runs on behind the first divergence."
+            )
+        self._undo = self.program.divert(self.call)
+
+    @property
+    def diverted(self) -> bool:
+        """Whether calls of the user's own object come to us."""
+        return self._undo is not None
+
+    def detach(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        self._sink = None
+
+    def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
+        self._listeners.append(listener)
+
+    def drain(self) -> None:
+        """Nothing waits: a run is poured out when it ends."""
+
+    def settle(self) -> None:
+        """Nothing is left over from one step to the next."""
+
+    def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
+        lost = {joined(self.prefix, name): why for name, why in self._lost.items()}
+        reasons: dict[str, list[str]] = {}
+        for slot in silent:
+            if slot.name in lost:
+                reasons.setdefault(lost[slot.name], []).append(slot.name)
+        notes = [
+            f"{len(names)} of {len(self.slots)} selected layers are missing "
+            f"({_some(names)}): {why}."
+            for why, names in reasons.items()
+        ]
+        return notes, [slot for slot in silent if slot.name not in lost]
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            **self.program.describe(),
+            "runtime": self.program.runtime,
+            "absent": self.program.absent,
+        }
+
+    # Running.
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
+        return self.call(args, kwargs)
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model once with its taps, and pour out what was heard."""
+        if self._sink is None:
+            return self.program.plain(args, kwargs)
+        with unseen():
+            for listener in self._listeners:
+                listener(args, kwargs)
+        due = self._options.self_check and self._is_new(args, kwargs)
+        given = _given(args, kwargs) if "" in self._slots and self.ports.inputs else []
+        if not due:
+            if self._runner is None:
+                self._runner = self._tapped(())
+            run = self._runner(args, kwargs)
+            self._pour(run, given)
+            return run.output
+        return self._checked(args, kwargs, given)
+
+    def _tapped(self, linears: Sequence[str]) -> Runner:
+        wanted = [name for name in self._wanted if name]
+        return self.program.tapped(wanted, inputs=self.ports.inputs, linears=linears)
+
+    def _is_new(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether inputs of these shapes have not been checked yet."""
+        leaves = flatten((args, dict(kwargs)))
+        key = tuple((leaf, None if t is None else (t.shape, t.dtype)) for leaf, t in leaves)
+        new = key not in self._seen_shapes
+        self._seen_shapes.add(key)
+        return new
+
+    def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Leaves) -> Any:
+        """Run with taps and without, on the same inputs, state and random numbers."""
+        known = self._linears()
+        again = _copied((args, dict(kwargs)))
+        before = _State(self.program)
+        plain: Any = None
+        if again is not None:
+            plain = self.program.plain(again[0], again[1])
+            before.put_back()
+        run = self._tapped(list(known))(args, kwargs)
+        self._pour(run, given)
+        checks = [self._check_output(plain, run.output, args, kwargs)] if again else []
+        checks += self._check_linears(run, known)
+        if again is None:
+            self._note("The self-check was left out: the inputs cannot be copied.")
+        failed = [check for check in checks if not check.passed]
+        self.self_checks += checks
+        for check in failed[:3]:
+            self._note(f"Self-check failed: {check.text}")
+        return run.output
+
+    def _check_output(
+        self, plain: Any, tapped: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> SelfCheck:
+        exact = bool(getattr(self.program, "exact", True))
+        found = check_output(plain, tapped, exact=exact, layer=self.prefix)
+        if found.passed:
+            return found
+        again = _copied((args, dict(kwargs)))
+        if again is not None:
+            state = _State(self.program)
+            twice = self.program.plain(again[0], again[1])
+            state.put_back()
+            if not check_output(plain, twice, exact=exact).passed:
+                text = "The model gives another output each time: taps cannot be told from chance."
+                self._note(text)
+                return replace(found, passed=True, text=text)
+        return found
+
+    def _linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
+        """The linear layers to check: all, or of a large model those that were selected."""
+        known = dict(self.program.linears())
+        size = sum(weight.numel() for weight, _ in known.values())
+        if size > _LINEARS:
+            known = {name: pair for name, pair in known.items() if name in self._slots}
+        return known
+
+    def _check_linears(
+        self, run: Run, known: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]
+    ) -> list[SelfCheck]:
+        found: dict[str, SelfCheck] = {}
+        for call in run.calls:
+            output = call.outputs[0][1] if call.outputs else None
+            if call.layer not in known or call.operand is None or output is None:
+                continue
+            weight, bias = known[call.layer]
+            name = joined(self.prefix, call.layer)
+            with unseen(), torch.no_grad():
+                check = check_linear(name, weight, bias, call.operand, output)
+            if check is not None and (name not in found or found[name].passed):
+                found[name] = check
+        return list(found.values())
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    # Pouring out.
+
+    def _pour(self, run: Run, given: Leaves) -> None:
+        sink = self._sink
+        if sink is None:
+            return
+        try:
+            with unseen(), torch.no_grad():
+                for call in run.calls:
+                    slot = self._slots.get(call.layer)
+                    if slot is not None and call.layer not in self._lost:
+                        self._write(sink, slot, call)
+                if "" in self._slots:
+                    root = HeardCall("", flatten(run.output), given)
+                    self._write(sink, self._slots[""], root)
+        except Exception as error:  # the model must not notice
+            self._sink = None
+            self._on_failure(error)
+
+    def _write(self, sink: Sink, slot: Slot, heard: HeardCall) -> None:
+        call = sink.begin(slot)
+        held: list[Held] = []
+        if self.ports.inputs:
+            held += sink.hold(slot, "input", [pair for pair in heard.inputs if pair[1] is not None])
+        if self.ports.outputs:
+            held += sink.hold(slot, "output", heard.outputs)
+        sink.emit(call, held)
+
+
+class _State:
+    """Random numbers and buffers as they are now, to be put back behind a run that is not ours."""
+
+    def __init__(self, program: Program) -> None:
+        buffers = getattr(program, "buffers", None)
+        self._kept = [] if buffers is None else [(b, b.detach().clone()) for b in buffers()]
+        self._random = torch.get_rng_state()
+
+    def put_back(self) -> None:
+        torch.set_rng_state(self._random)
+        with torch.no_grad():
+            for buffer, kept in self._kept:
+                if not _same(buffer, kept):
+                    buffer.copy_(kept)
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and bool(((left == right) | (left != left)).all())
+
+
+def joined(prefix: str, name: str) -> str:
+    """A layer's name behind that of the part it is in."""
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
+    """What the whole model was given, named as an eager call's inputs are, copied."""
+    if len(args) == 1 and not any(holds_tensor(item) for item in kwargs.values()):
+        found = flatten(args[0])
+    else:
+        found = [pair for i, item in enumerate(args) for pair in flatten(item, f"[{i}]")]
+        found += [pair for key, item in kwargs.items() for pair in flatten(item, f"[{key!r}]")]
+    return [(leaf, tensor.detach().clone()) for leaf, tensor in found if tensor is not None]
+
+
+def _copied(value: Any) -> Any:
+    """The same inputs once more, so that a model that writes into them finds them unwritten."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever a user hands to a model may refuse to be copied
+        return None
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
+
+
+def _raise(error: Exception) -> None:
+    raise error
