@@ -9,9 +9,9 @@ input, and whatever reads the input afterwards reads it there.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["ModuleCall", "Step", "entering", "leaving"]
+__all__ = ["ModuleCall", "Step", "adopted", "entering", "leaving"]
 
 ModuleCall = tuple[str, int]
 """(the module's path, the number of the call)"""
@@ -79,6 +79,52 @@ def entering(steps: Sequence[Step]) -> dict[ModuleCall, tuple[str, ...]]:
                 if source is None or (source.data and call not in source.calls):
                     known.setdefault(name)
     return {call: tuple(names) for call, names in found.items()}
+
+
+def adopted(steps: Sequence[Step], orphans: Collection[str]) -> list[Step]:
+    """The steps, where those that a quantiser put in have the calls that they stand in.
+
+    Quantising and dequantising nodes are no module's: they bear no scope, and whatever is quantised
+    in the middle of a block would seem to leave it. Such a step stands in the calls that the maker
+    of its input and all its readers share.
+    """
+    lone = set(orphans)
+    readers: dict[str, list[Step]] = {}
+    for step in steps:
+        for name in step.inputs:
+            readers.setdefault(name, []).append(step)
+    ahead: dict[str, tuple[ModuleCall, ...] | None] = {}
+    for step in reversed(steps):  # readers come later, so theirs are known
+        if step.name in lone:
+            found = [
+                ahead[reader.name] if reader.name in lone else reader.calls
+                for reader in readers.get(step.name, [])
+            ]
+            known = [calls for calls in found if calls is not None]
+            ahead[step.name] = _shared(known) if known else None
+    calls: dict[str, tuple[ModuleCall, ...]] = {}
+    result = []
+    for step in steps:
+        if step.name in lone:
+            behind = [calls[name] for name in step.inputs if name in calls]
+            after = ahead[step.name]
+            both = [*behind, *([after] if after is not None else [])]
+            step = replace(step, calls=_shared(both) if behind else ())
+        calls[step.name] = step.calls
+        result.append(step)
+    return result
+
+
+def _shared(many: Sequence[tuple[ModuleCall, ...]]) -> tuple[ModuleCall, ...]:
+    """The calls, from the outermost inwards, that all of them stand in."""
+    if not many:
+        return ()
+    depth = 0
+    for level in zip(*many, strict=False):
+        if any(call != level[0] for call in level):
+            break
+        depth += 1
+    return many[0][:depth]
 
 
 def _comes_from_outside(step: Step, call: ModuleCall, by_name: dict[str, Step]) -> bool:
