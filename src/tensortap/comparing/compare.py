@@ -10,6 +10,7 @@ from ..numerics.difference import Difference
 from ..recording.reader import Layer, Recording
 from ..recording.series import summary_table
 from ..selection.recorded import choose_layers
+from .absent import Absences
 from .align import LayerPair, align
 from .causes.layer import explained
 from .checks import (
@@ -94,6 +95,8 @@ def compare(
         None if beyond is None else Truth(left, right, beyond, pairs, names),
         tuple(metrics),
     )
+    both = [(p.reference.name, p.candidate.name) for p in paired if p.reference and p.candidate]
+    work.absences = Absences(left, right, both)
     rows = []
     for number, pair in enumerate(pairs):
         rows.append(work.row(pair))
@@ -192,6 +195,7 @@ class Work:
         self.floor = floor
         self.truth = truth
         self.metrics = metrics
+        self.absences = Absences(reference, candidate)
         self.sites: dict[str, list[SitePair]] = {}  # of the diverged layers
         self.measured: dict[_Content, SiteMeasurement] = {}
         self.judged: dict[_Content, Judgement] = {}
@@ -204,7 +208,7 @@ class Work:
     def row(self, pair: LayerPair) -> LayerComparison:
         left, right = pair.reference, pair.candidate
         if left is None or right is None:
-            return missing_row(pair)
+            return missing_row(pair, self.absences)
         depth = depth_of(self._positions[left.name], self._blocks, self._unheard(left.name))
         sites = self.pairer.pair(pair)
         given: dict[Moment, _Given] = {}  # by moment: a call is given its own inputs

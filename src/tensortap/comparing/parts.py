@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
 from ..recording.reader import Layer
+from .absent import Absences
 from .align import LayerPair
 from .epochs import per_epoch
 from .judge import Judgement
@@ -34,11 +36,12 @@ __all__ = [
 _MANY = 12  # moments of one side alone: more are said from the first to the last
 
 
-def missing_row(pair: LayerPair) -> LayerComparison:
-    """A layer that one side lacks."""
+def missing_row(pair: LayerPair, absences: Absences | None = None) -> LayerComparison:
+    """A layer that one side lacks, and why, where that side's recording tells."""
     layer = pair.reference or pair.candidate
     assert layer is not None
     side = "candidate" if pair.candidate is None else "reference"
+    reason = "" if absences is None else absences.reason(layer.name, side)
     return LayerComparison(
         layer=layer.name,
         candidate_layer=None if pair.candidate is None else layer.name,
@@ -47,7 +50,9 @@ def missing_row(pair: LayerPair) -> LayerComparison:
         order=layer.order,
         type="" if pair.reference is None else layer.type,
         candidate_type="" if pair.candidate is None else layer.type,
-        note=f"missing in the {side}",
+        note=f"missing in the {side}{': ' + reason if reason else ''}",
+        provenance=None if pair.reference is None else layer.provenance,
+        candidate_provenance=None if pair.candidate is None else layer.provenance,
     )
 
 
@@ -75,27 +80,38 @@ def layer_row(
         type=left.type,
         candidate_type=right.type,
         note="; ".join(_gaps(gaps)),
+        provenance=left.provenance,
+        candidate_provenance=right.provenance,
     )
 
 
 def _gaps(parts: Sequence[Part]) -> list[str]:
-    """What one side lacks; ports that lack the same moments are said together."""
+    """What one side lacks; what lacks the same moments, or for one reason, is said together."""
     places: dict[str, list[str]] = {}
     for part in parts:
         head, at, moments = part.why.partition(" at ")
         if head != part.port:
-            head, at, moments = part.why, "", ""
+            head, at, moments = part.why.partition(": ")
         places.setdefault(f"{at}{moments}", []).append(head)
     return [
-        f"{', '.join(dict.fromkeys(heads))}{tail}" if tail else "; ".join(heads)
-        for tail, heads in places.items()
+        f"{_listed(heads)}{tail}" if tail else "; ".join(heads) for tail, heads in places.items()
     ]
+
+
+def _listed(heads: Sequence[str]) -> str:
+    """`the candidate has no output [1], output [2]`: what begins alike is begun once."""
+    first, *rest = dict.fromkeys(heads)
+    start = re.match(r"the \w+ has no ", first)
+    if start is None:
+        return ", ".join((first, *rest))
+    return ", ".join((first, *(head.removeprefix(start[0]) for head in rest)))
 
 
 def missing_part(site: SitePair) -> Part:
     """A port or leaf that one side lacks."""
     where = f"{site.port}{' ' + site.leaf if site.leaf else ''}"
-    return Part(site.port, site.leaf, "missing", f"the {site.missing} has no {where}")
+    reason = f": {site.reason}" if site.reason else ""
+    return Part(site.port, site.leaf, "missing", f"the {site.missing} has no {where}{reason}")
 
 
 def incomparable_part(site: SitePair) -> Part:

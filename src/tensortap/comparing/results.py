@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..errors import OptionError
 from ..numerics.difference import Difference
 from ..numerics.summary import Summary
+from ..recording.schema import Provenance
 
 if TYPE_CHECKING:
     from .causes.cause import Cause
@@ -150,7 +151,8 @@ class LayerComparison:
 
     `input_verdict` is None when the inputs were not recorded on both sides. `origin` is set on
     diverged layers: `made here` (good inputs, bad output), `inherited` or `unknown`. `causes` are
-    on the first divergence of a comparison: what kind of error it is, best first.
+    on the first divergence of a comparison: what kind of error it is, best first. `provenance` and
+    `candidate_provenance` say how each side knows the layer's name; None for a side without it.
     """
 
     layer: str
@@ -165,6 +167,13 @@ class LayerComparison:
     candidate_type: str = ""
     note: str = ""
     causes: tuple[Cause, ...] = ()
+    provenance: Provenance | None = "hook"
+    candidate_provenance: Provenance | None = "hook"
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the name of the layer is a guess on either side."""
+        return "inferred" in (self.provenance, self.candidate_provenance)
 
     @property
     def main(self) -> Part | None:
@@ -262,6 +271,8 @@ class LayerComparison:
             "origin": self.origin,
             "type": self.type,
             "candidate_type": self.candidate_type,
+            "provenance": self.provenance,
+            "candidate_provenance": self.candidate_provenance,
             "order": self.order,
             "port": main.port if main is not None else None,
             "leaf": main.leaf if main is not None else None,

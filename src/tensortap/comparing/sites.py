@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
+from .absent import runtime_of, skipped_of
 from .align import LayerPair
+from .loose import LooseLeaves, is_loose, plain_leaf
 from .moments import Arrangement, MomentPair, by_moment, by_samples, in_words
 from .sketch import EXACT, NONE, Agreement, compare_values, sample
 from .transforms import Transform, layouts, reorderings
@@ -24,6 +26,7 @@ _PROBES = 4
 _PADDING = 0.2  # of the spread of the values: what is filled up with a constant has less
 _VALUES = 1024
 _SAME = Transform("")
+_Leaves = dict[str, list[Record]]
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,9 @@ class SitePair:
     """One port and leaf of a paired layer over all its moments.
 
     `transform` is None when the layouts agree. `problem` says why the tensors cannot be compared,
-    `missing` names the side that lacks the leaf, `unpaired` the moments that one side alone has.
-    `hint` says under which order of its axes the candidate would agree, `cut` what was left out.
+    `missing` names the side that lacks the leaf, and `reason` why, where that is known. `unpaired`
+    are the moments that one side alone has. `hint` says under which order of its axes the
+    candidate would agree, `cut` what was left out.
     """
 
     port: str
@@ -45,6 +49,7 @@ class SitePair:
     unpaired: tuple[str, ...] = ()
     hint: str = ""
     cut: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class SitePairer:
         self.candidate = candidate
         self._confirmed: dict[tuple[str, str], str] = {}
         self._leaves: dict[tuple[str, str], str] = {}
+        self._loose = LooseLeaves()
+        self._runtimes = (runtime_of(reference), runtime_of(candidate))
 
     def pair(self, pair: LayerPair) -> list[SitePair]:
         """Every port and leaf of two paired layers; nothing for a layer that stands alone."""
@@ -82,20 +89,90 @@ class SitePairer:
         result = []
         for port in dict.fromkeys([*ours, *theirs]):
             left, right = ours.get(port, {}), theirs.get(port, {})
+            sides = self._loose_sides(pair, left, right)
+            if left and right and any(sides):
+                result += self._pair_loose(pair, port, left, right, sides)
+                continue
+            if sides[0] or sides[1]:  # a whole port is missing, whatever its values are called
+                left, right = _first(left), _first(right)
             partners = self._pair_leaves(port, left, right)
             for leaf, records in left.items():
                 other = partners.get(leaf)
                 if other is None:
-                    result.append(SitePair(port, leaf, leaf, (), missing="candidate"))
+                    result.append(self._missing(pair, port, leaf, "candidate"))
                 else:
                     site = self._site(pair.reference.name, records, right[other])
                     result.append(replace(site, port=port, leaf=leaf, candidate_leaf=other))
             used = set(partners.values())
             result += [
-                SitePair(port, leaf, leaf, (), missing="reference")
-                for leaf in right
-                if leaf not in used
+                self._missing(pair, port, leaf, "reference") for leaf in right if leaf not in used
             ]
+        return result
+
+    def _missing(
+        self, pair: LayerPair, port: str, leaf: str, side: str, reason: str = ""
+    ) -> SitePair:
+        """A leaf that one side lacks; what that side's recording says of it counts first."""
+        ours = side == "reference"
+        run, layer = (self.reference, pair.reference) if ours else (self.candidate, pair.candidate)
+        assert layer is not None
+        told = skipped_of(run.manifest).get((layer.name, port, leaf))
+        return SitePair(port, leaf, leaf, (), missing=side, reason=told or reason)
+
+    def _loose_sides(self, pair: LayerPair, left: _Leaves, right: _Leaves) -> tuple[bool, bool]:
+        """Whether the leaves of either side say nothing of where they stand.
+
+        A program's own outputs do, but every runtime has names of its own for them.
+        """
+        assert pair.reference is not None and pair.candidate is not None
+        ours, theirs = (any(is_loose(found) for found in side.values()) for side in (left, right))
+        other = self._runtimes[0] != self._runtimes[1]
+        if other and "" in (pair.reference.name, pair.candidate.name):
+            compiled = [runtime != "eager" for runtime in self._runtimes]
+            return ours or (compiled[0] and not compiled[1]), theirs or compiled[1]
+        if ours and theirs and not other and left.keys() == right.keys():
+            return False, False  # the same kind of program gives its values the same names
+        return ours, theirs
+
+    def _pair_loose(
+        self,
+        pair: LayerPair,
+        port: str,
+        left: _Leaves,
+        right: _Leaves,
+        sides: tuple[bool, bool],
+    ) -> list[SitePair]:
+        """Leaves of which one side at least does not know the place."""
+        assert pair.reference is not None and pair.candidate is not None
+        name, flipped = pair.reference.name, sides == (True, False)
+        known, loose = (right, left) if flipped else (left, right)
+
+        def site(ours: Sequence[Record], theirs: Sequence[Record]) -> SitePair:
+            both = (theirs, ours) if flipped else (ours, theirs)
+            return self._site(name, *both)
+
+        named = _same_names(known, loose)
+        choice = self._loose.choose(
+            pair.reference.type or pair.candidate.type,
+            port,
+            {leaf: records for leaf, records in known.items() if leaf not in named},
+            {leaf: records for leaf, records in loose.items() if leaf not in named.values()},
+            lambda ours, theirs: not site(ours, theirs).problem,
+        )
+        for leaf, other in named.items():
+            choice.add(leaf, other, loose[other])
+        result = []
+        for leaf, records in known.items():
+            if leaf in choice.partners:
+                made = site(records, choice.partners[leaf])
+                names = (leaf, choice.names[leaf])
+                ours, theirs = reversed(names) if flipped else names
+                result.append(replace(made, port=port, leaf=ours, candidate_leaf=theirs))
+                continue
+            side = "reference" if flipped else "candidate"
+            result.append(self._missing(pair, port, leaf, side, choice.reasons[leaf]))
+        if all(sides) and choice.partners:
+            return [site for site in result if not site.missing]  # of both, some left by the way
         return result
 
     def _pair_leaves(
@@ -348,6 +425,21 @@ def _lists(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 def _when(pair: MomentPair) -> str:
     return in_words(pair.epoch, pair.batch, pair.call)
+
+
+def _first(leaves: _Leaves) -> _Leaves:
+    return dict(list(leaves.items())[:1])
+
+
+def _same_names(known: _Leaves, loose: _Leaves) -> dict[str, str]:
+    """Leaves with names, of a program's own outputs, that are equal but for their spelling."""
+    named = {plain_leaf(leaf): leaf for leaf in loose if leaf and not leaf.startswith("?")}
+    found = {leaf: named[plain_leaf(leaf)] for leaf in known if plain_leaf(leaf) in named}
+    return {
+        leaf: other
+        for leaf, other in found.items()
+        if known[leaf][0].shape == loose[other][0].shape
+    }
 
 
 def _sites(layer: Layer) -> dict[str, dict[str, list[Record]]]:

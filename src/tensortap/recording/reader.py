@@ -29,6 +29,7 @@ from .schema import (
     HISTOGRAM_BUCKETS,
     HISTOGRAM_COUNTS,
     MANIFEST,
+    PROVENANCES,
     SKETCHES,
     Manifest,
     Port,
@@ -258,6 +259,12 @@ class Layer:
             f"Layer '{self.name}' has no {port} in this recording, only: {', '.join(ports)}. "
             f"Record it with {hint}."
         )
+
+    @property
+    def provenance(self) -> Provenance:
+        """How the layer's name is known: the least sure of what its records say."""
+        known = {record.provenance for record in self.records}
+        return max(known, key=PROVENANCES.index, default="hook")
 
     @property
     def output(self) -> torch.Tensor:
