@@ -20,7 +20,6 @@ _HOMES = (
     ("aoti", "KIND"),
     ("onnx_runtime", "KIND"),
     ("openvino", "KIND"),
-    ("split", "KIND"),
     ("torchscript_ops", "KIND"),
 )
 _OPAQUE = ("opaque", "KIND")
@@ -60,14 +59,14 @@ def open_program(model: Any, options: Options | None = None) -> Program:
     if isinstance(model, str | os.PathLike):
         return _open_file(Path(model), options)
     kind = _forced(options) if options.runtime else kind_of(model)
-    if kind is None:
+    if kind is None or options.manifest is not None:  # the manifest names what comes out
         kind = _load(*_OPAQUE)
     if not kind.accepts(model):
         raise OptionError(
             f"A {type(model).__module__}.{type(model).__qualname__} is no model for the runtime "
             f"'{kind.name}'. Leave --runtime out, or name another: {_names()}."
         )
-    return _with_manifest(kind, model, options)
+    return kind.program(model, options)
 
 
 def _open_file(path: Path, options: Options) -> Program:
@@ -75,8 +74,12 @@ def _open_file(path: Path, options: Options) -> Program:
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
         near = _near(path)
         raise TargetError(f"The model file '{path}' {what}.{near}")
+    if options.manifest is not None or path.name.endswith(".taps.json"):
+        from .opaque import open_with_manifest
+
+        return open_with_manifest(path, options.manifest, options)
     if options.runtime:
-        return _with_manifest(_forced(options), path, options)
+        return _forced(options).program(path, options)
     fitting = [
         kind
         for kind in kinds()
@@ -89,18 +92,8 @@ def _open_file(path: Path, options: Options) -> Program:
         )
     for kind in fitting:
         if kind.recognises(path):
-            return _with_manifest(kind, path, options)
-    return _with_manifest(fitting[0], path, options)  # it says what is wrong with the file
-
-
-def _with_manifest(kind: Kind, model: Any, options: Options) -> Program:
-    """With a manifest of extra outputs, whatever the runtime is, the manifest gives the names."""
-    program = kind.program(model, options)
-    if options.manifest is None or kind.name in ("opaque", "split"):
-        return program
-    opaque = import_module(".opaque", __package__)
-    found: Program = opaque.with_manifest(program, options)
-    return found
+            return kind.program(path, options)
+    return fitting[0].program(path, options)  # it says what is wrong with the file
 
 
 def _forced(options: Options) -> Kind:

@@ -63,7 +63,7 @@ class ProgramTap:
         self.ports = ports
         self.prefix = prefix
         self.notes: list[str] = list(program.notes)
-        self.self_checks: list[SelfCheck] = []
+        self._checks: list[SelfCheck] = []
         self._options = options or Options()
         by_name = {place.name: place for place in program.places}
         by_name.setdefault("", Place("", provenance="hook"))
@@ -146,6 +146,16 @@ class ProgramTap:
         self._undo = self.program.divert(self.call)
 
     @property
+    def lost(self) -> dict[str, str]:
+        """Why selected layers are not recorded, by their names."""
+        return {joined(self.prefix, name): why for name, why in self._lost.items()}
+
+    @property
+    def self_checks(self) -> list[SelfCheck]:
+        """What was checked so far, by us and by the program itself."""
+        return [*self._checks, *getattr(self.program, "self_checks", ())]
+
+    @property
     def diverted(self) -> bool:
         """Whether calls of the user's own object come to us."""
         return self._undo is not None
@@ -166,7 +176,7 @@ class ProgramTap:
         """Nothing is left over from one step to the next."""
 
     def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
-        lost = {joined(self.prefix, name): why for name, why in self._lost.items()}
+        lost = self.lost
         reasons: dict[str, list[str]] = {}
         for slot in silent:
             if slot.name in lost:
@@ -222,7 +232,8 @@ class ProgramTap:
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Leaves) -> Any:
         """Run with taps and without, on the same inputs, state and random numbers."""
         known = self._linears()
-        again = _copied((args, dict(kwargs)))
+        twin = bool(getattr(self.program, "untapped", True))  # whether there is one without taps
+        again = _copied((args, dict(kwargs))) if twin else None
         before = _State(self.program)
         plain: Any = None
         if again is not None:
@@ -232,10 +243,10 @@ class ProgramTap:
         self._pour(run, given)
         checks = [self._check_output(plain, run.output, args, kwargs)] if again else []
         checks += self._check_linears(run, known)
-        if again is None:
+        if again is None and twin:
             self._note("The self-check was left out: the inputs cannot be copied.")
         failed = [check for check in checks if not check.passed]
-        self.self_checks += checks
+        self._checks += checks
         for check in failed[:3]:
             self._note(f"Self-check failed: {check.text}")
         return run.output
