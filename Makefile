@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard src/tensortap/native/*)
 
-.PHONY: demo test lint types check bench bench-monitor pictures clean
+.PHONY: demo test lint types check bench bench-monitor matrix pictures clean
 
 # Set-up: a virtual environment with the package (editable, core compiled) and what the tests need.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
@@ -35,11 +35,16 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/streaming.py
 	$(BIN)/python benchmarks/diagnosis.py
+	$(BIN)/python benchmarks/compiled.py
 
 # Watching against wandb.watch, TensorBoard histograms and torchlens, in one run.
 bench-monitor: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torchlens
 	$(BIN)/python benchmarks/monitor.py
+
+# Every model with every runtime: the table in docs/compiled.md.
+matrix: $(STAMP)
+	$(BIN)/python tools/matrix.py
 
 # Remakes the pictures and the command reference under docs/.
 pictures: $(STAMP)
