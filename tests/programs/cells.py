@@ -1,0 +1,413 @@
+"""One cell of the matrix: a model made into what a runtime takes, recorded as users do, judged.
+
+`prepare` makes the artefact and says how it is recorded; `judge` holds a recording of it against
+the eager one, tensor by tensor, without the help of `tap.compare`, whose answer is checked too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tensortap as tap
+
+from .models import MODELS, SCRIPTABLE, Built
+
+__all__ = ["RUNTIMES", "Cannot", "Runtime", "Verdict", "judge", "prepare", "record", "record_eager"]
+
+CLOSE = 1e-5  # of the largest value
+QUANTISED = 0.5  # of the root mean square: far from rounding, near enough that no layer is another
+
+
+class Cannot(Exception):
+    """The runtime does not take the model; the text says why."""
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What is handed to `tap.record`, and with which options."""
+
+    thing: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    inside: Callable[[], dict[str, list[torch.Tensor]]] | None = None
+    """For a quantised model: every value that its graph computes inside each layer."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A column of the matrix. `tolerance` is relative to the largest value of a tensor."""
+
+    name: str
+    title: str
+    make: Callable[[Built, Path], Artefact]
+    tolerance: float = 0.0
+    quantised: bool = False
+
+
+# Making artefacts.
+
+
+def prepare(model: str, runtime: str, folder: Path) -> tuple[Artefact, Built]:
+    """The model, compiled for the runtime; Cannot, with the compiler's own words, if it refuses."""
+    built = MODELS[model]()
+    if runtime == "scripted" and model not in SCRIPTABLE:
+        raise Cannot(_unscriptable(built[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return RUNTIMES[runtime].make(built, folder), built
+        except Exception as error:
+            raise Cannot(f"{type(error).__name__}: {_line(error)}") from error
+
+
+def _unscriptable(model: nn.Module) -> str:
+    try:
+        torch.jit.script(model)
+    except Exception as error:
+        return f"torch.jit.script: {_line(error)}"
+    raise AssertionError("it can be scripted: put it into SCRIPTABLE")
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(":.") if lines else "no reason given"
+
+
+def _traced(built: Built) -> Any:
+    model, args, kwargs = built
+    examples = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
+    return torch.jit.trace(model, strict=False, check_trace=False, **examples)
+
+
+def _exported(built: Built) -> Any:
+    model, args, kwargs = built
+    return torch.export.export(model, args, kwargs, strict=False)
+
+
+def _weights(model: nn.Module, folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    path = folder / "weights.safetensors"
+    save_file(
+        {name: value.contiguous().clone() for name, value in model.state_dict().items()}, path
+    )
+    return path
+
+
+def _make_traced(built: Built, folder: Path) -> Artefact:
+    path = folder / "traced.pt"
+    torch.jit.save(_traced(built), path)
+    return Artefact(path)
+
+
+def _make_scripted(built: Built, folder: Path) -> Artefact:
+    path = folder / "scripted.pt"
+    torch.jit.save(torch.jit.script(built[0]), path)
+    return Artefact(path)
+
+
+def _make_frozen(built: Built, folder: Path) -> Artefact:
+    path = folder / "frozen.pt"
+    torch.jit.save(torch.jit.freeze(_traced(built).eval()), path)
+    return Artefact(path, {"weights": _weights(built[0], folder)})
+
+
+def _make_export(built: Built, folder: Path) -> Artefact:
+    path = folder / "model.pt2"
+    torch.export.save(_exported(built), path)
+    return Artefact(path)
+
+
+def _make_pt2e(built: Built, folder: Path) -> Artefact:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
+        X86InductorQuantizer,
+        get_default_x86_inductor_quantization_config,
+    )
+
+    _, args, kwargs = built
+    quantizer = X86InductorQuantizer()
+    quantizer.set_global(get_default_x86_inductor_quantization_config())
+    observed = prepare_pt2e(_exported(built).module(), quantizer)
+    observed(*args, **kwargs)
+    program = torch.export.export(convert_pt2e(observed), args, kwargs, strict=False)
+    path = folder / "int8.pt2"
+    torch.export.save(program, path)
+    return Artefact(path, inside=lambda: _computed_inside(program.module(), args, kwargs))
+
+
+def _computed_inside(
+    graph: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, list[torch.Tensor]]:
+    """Every tensor that is computed in each module, by running the graph node by node."""
+    found: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    class Watching(torch.fx.Interpreter):
+        def run_node(self, node: Any) -> Any:
+            value = super().run_node(node)
+            if isinstance(value, torch.Tensor):
+                for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+                    found[path].append(value.clone())
+                if not node.meta.get("nn_module_stack"):
+                    found["*"].append(value.clone())
+            return value
+
+    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+    with torch.no_grad():
+        Watching(graph).run(*flat)
+    return dict(found)
+
+
+def _make_compile(built: Built, folder: Path) -> Artefact:
+    return Artefact(torch.compile(built[0]))
+
+
+def _make_aoti(built: Built, folder: Path) -> Artefact:
+    path = folder / "model.pt2"
+    torch.export.save(_exported(built), path)
+    return Artefact(path, {"runtime": "aoti"})
+
+
+def _onnx(built: Built, folder: Path) -> Path:
+    model, args, kwargs = built
+    path = folder / "model.onnx"
+    torch.onnx.export(
+        model, args, path, kwargs=kwargs, dynamo=True, verbose=False, external_data=False
+    )
+    return path
+
+
+def _make_onnx(built: Built, folder: Path) -> Artefact:
+    return Artefact(_onnx(built, folder))
+
+
+def _make_onnx_int8(built: Built, folder: Path) -> Artefact:
+    from onnxruntime.quantization import quantize_dynamic
+
+    plain, path = _onnx(built, folder), folder / "int8.onnx"
+    quantize_dynamic(plain, path)
+    return Artefact(path, {"names_from": plain})
+
+
+def _make_openvino(built: Built, folder: Path) -> Artefact:
+    import openvino
+
+    model, args, kwargs = built
+    path = folder / "model.xml"
+    made = openvino.convert_model(model, example_input=kwargs or args)
+    openvino.save_model(made, path, compress_to_fp16=False)
+    return Artefact(path)
+
+
+def _instrumented(built: Built) -> Any:
+    model, args, kwargs = built
+    wrapped = tap.instrument(model, layers="all")
+    wrapped(*args, **kwargs)
+    return wrapped
+
+
+def _make_instrumented_trace(built: Built, folder: Path) -> Artefact:
+    wrapped = _instrumented(built)
+    path = folder / "instrumented.pt"
+    torch.jit.save(_traced((wrapped, *built[1:])), path)
+    return Artefact(path, {"manifest": wrapped.manifest.save(path)})
+
+
+def _make_instrumented_export(built: Built, folder: Path) -> Artefact:
+    wrapped = _instrumented(built)
+    path = folder / "instrumented.pt2"
+    torch.export.save(_exported((wrapped, *built[1:])), path)
+    return Artefact(path, {"manifest": wrapped.manifest.save(path)})
+
+
+RUNTIMES: dict[str, Runtime] = {
+    runtime.name: runtime
+    for runtime in (
+        Runtime("traced", "TorchScript, traced", _make_traced),
+        Runtime("scripted", "TorchScript, scripted", _make_scripted),
+        Runtime("frozen", "TorchScript, frozen", _make_frozen, CLOSE),
+        Runtime("export", "torch.export", _make_export),
+        Runtime("pt2e", "PT2E int8", _make_pt2e, quantised=True),
+        Runtime("compile", "torch.compile", _make_compile, CLOSE),
+        Runtime("aoti", "AOTInductor", _make_aoti, CLOSE),
+        Runtime("onnx", "ONNX Runtime", _make_onnx, CLOSE),
+        Runtime("onnx_int8", "ONNX int8", _make_onnx_int8, quantised=True),
+        Runtime("openvino", "OpenVINO", _make_openvino, CLOSE),
+        Runtime("instrument_trace", "instrumented, traced", _make_instrumented_trace),
+        Runtime("instrument_export", "instrumented, exported", _make_instrumented_export),
+    )
+}
+
+
+# Recording, as a user would.
+
+
+def record(artefact: Artefact, built: Built, path: Path, **options: Any) -> tap.Recording:
+    """Record every layer of an artefact."""
+    settings = {"layers": "all", **artefact.options, **options}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        with tap.record(artefact.thing, path, strict=True, **settings) as rec:
+            rec.run(*built[1], **built[2])
+    return tap.open(path)
+
+
+def record_eager(model: str, path: Path) -> tap.Recording:
+    """The recording that all others are held against."""
+    built = MODELS[model]()
+    return record(Artefact(built[0]), built, path)
+
+
+# Judging.
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a recording stands beside the eager one."""
+
+    expected: int
+    recorded: int
+    largest: float  # difference, relative to the largest value of its tensor
+    missing: dict[str, list[str]]  # reason: layers
+    wrong: list[str]
+    leaves_missing: int = 0
+    checks: int = 0
+    failed_checks: list[str] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return not self.wrong and not self.failed_checks
+
+
+Calls = dict[tuple[int, int], dict[str, torch.Tensor]]
+
+
+def _calls(layer: Any) -> Calls:
+    """The outputs of a layer, by moment and leaf."""
+    found: Calls = defaultdict(dict)
+    for item in layer.port("output"):
+        found[item.batch, item.call][item.leaf] = item.tensor()
+    return dict(found)
+
+
+def judge(
+    eager: tap.Recording,
+    found: tap.Recording,
+    runtime: Runtime,
+    inside: dict[str, list[torch.Tensor]] | None = None,
+) -> Verdict:
+    """Hold every tensor of a recording against the eager one of its layer and call."""
+    largest, recorded, absent_leaves = 0.0, 0, 0
+    missing: dict[str, list[str]] = defaultdict(list)
+    wrong: list[str] = []
+    reasons = _reasons(found)
+    names = set(found.layers)
+    for name in eager.layers:
+        ours = _calls(eager[name])
+        if not ours:
+            continue
+        theirs = _calls(found[name]) if name in names else {}
+        if not theirs:
+            missing[reasons.get(name, "no reason was given")].append(name)
+            continue
+        problems, distance, absent = _judge_layer(ours, theirs, runtime)
+        if inside is not None:
+            problems += _foreign(theirs, [*inside.get(name, []), *inside.get("*", [])])
+        largest = max(largest, distance)
+        absent_leaves += absent
+        if problems:
+            wrong.append(f"{name}: {'; '.join(problems[:3])}")
+        else:
+            recorded += 1
+    strangers = sorted(names - set(eager.layers))
+    wrong += [f"{name}: the eager model has no such layer" for name in strangers]
+    checks = found.manifest.self_checks
+    return Verdict(
+        expected=sum(1 for name in eager.layers if _calls(eager[name])),
+        recorded=recorded,
+        largest=largest,
+        missing=dict(missing),
+        wrong=wrong,
+        leaves_missing=absent_leaves,
+        checks=len(checks),
+        failed_checks=[str(check["text"]) for check in checks if not check["passed"]],
+    )
+
+
+def _judge_layer(ours: Calls, theirs: Calls, runtime: Runtime) -> tuple[list[str], float, int]:
+    problems: list[str] = []
+    largest, absent = 0.0, 0
+    if len(ours) != len(theirs):
+        problems.append(f"{len(theirs)} calls, eager {len(ours)}")
+    for moment in ours.keys() & theirs.keys():
+        pairs, alone = _pairs(ours[moment], theirs[moment], runtime)
+        problems += [f"call {moment[1]}: {text}" for text in alone]
+        absent += len(ours[moment]) - len(pairs)
+        for leaf, distance in pairs:
+            largest = max(largest, distance)
+            limit = QUANTISED if runtime.quantised else runtime.tolerance
+            if not distance <= limit:
+                problems.append(f"call {moment[1]}{leaf}: off by {distance:.2g}")
+    return problems, largest, absent
+
+
+def _pairs(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], runtime: Runtime
+) -> tuple[list[tuple[str, float]], list[str]]:
+    """Leaves with their distance. A leaf without a known place is the nearest of its shape."""
+    left = dict(ours)
+    found: list[tuple[str, float]] = []
+    alone: list[str] = []
+    known = [leaf for leaf in theirs if leaf in left]
+    for leaf in [*known, *(leaf for leaf in theirs if leaf not in known)]:
+        value = theirs[leaf]
+        if leaf in left and left[leaf].shape == value.shape:
+            options = [leaf]
+        else:
+            options = [name for name, own in left.items() if own.shape == value.shape]
+        if not options:
+            shapes = [list(own.shape) for own in ours.values()]
+            alone.append(f"leaf {leaf!r} {list(value.shape)}, eager has {shapes}")
+            continue
+        distances = {name: _distance(left[name], value, runtime.quantised) for name in options}
+        name = min(distances, key=distances.__getitem__)
+        found.append((name, distances[name]))
+        del left[name]
+    return found, alone
+
+
+def _distance(own: torch.Tensor, other: torch.Tensor, quantised: bool) -> float:
+    """Largest difference by largest value; of quantised models root mean squares instead."""
+    if own.numel() == 0:
+        return 0.0
+    first, second = own.double(), other.double()
+    if bool((first.isfinite() != second.isfinite()).any()):
+        return float("inf")
+    mask = first.isfinite()
+    if not bool(mask.any()):
+        return 0.0 if torch.equal(first.isnan(), second.isnan()) else float("inf")
+    first, second = first[mask], second[mask]
+    size = (lambda x: x.square().mean().sqrt()) if quantised else (lambda x: x.abs().max())
+    apart, scale = float(size(first - second)), float(size(first))
+    return apart / scale if scale else (0.0 if apart == 0 else float("inf"))
+
+
+def _foreign(theirs: Calls, values: Sequence[torch.Tensor]) -> list[str]:
+    """Recorded tensors that the graph did not compute inside the layer."""
+    return [
+        f"call {moment[1]}: not computed in this layer"
+        for moment, leaves in theirs.items()
+        for value in leaves.values()
+        if not any(torch.equal(value, other) for other in values)
+    ]
+
+
+def _reasons(found: tap.Recording) -> dict[str, str]:
+    return {str(item["layer"]): str(item["reason"]) for item in found.manifest.skipped}
