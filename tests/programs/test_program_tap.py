@@ -119,7 +119,7 @@ def test_provenance_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_guess_asked_for_by_name_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SelectionError, match="'both' cannot be recorded.*--accept-inferred"):
+    with pytest.raises(SelectionError, match=r"'both' cannot be recorded.*--accept-inferred"):
         _record(Pair(), tmp_path / "run", layers=["first", "both"])
     with pytest.raises(SelectionError, match="'none' cannot be recorded: it passes"):
         _record(Pair(), tmp_path / "run", layers="none")

@@ -28,7 +28,9 @@ from .describe import describe_module
 from .fused import find_fused, listen_globally, why_silent
 from .leaves import flatten, flatten_call
 from .listener import Listener
+from .plain import is_plain
 from .plan import calls_without_running
+from .programs.selfcheck import SelfCheck, check_linear
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
@@ -77,6 +79,8 @@ class EagerTap:
         self._handles: list[RemovableHandle] = []
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
+        self.self_checks: list[SelfCheck] = []
+        self._checked: set[int] = set()
         self._unfinished: dict[int, int] | None = None
         self._rehearsed: dict[Any, dict[int, int]] = {}
         self.stopped_behind: str | None = None
@@ -352,10 +356,12 @@ class EagerTap:
             return
         entries, self._compiled[:] = list(self._compiled), []
         waiting: dict[int, list[tuple[Call, list[Held]]]] = {}
+        given: dict[int, Any] = {}
         for index, port, value in entries:
             slot = self.slots[index]
             if port == "input":
                 call = sink.begin(slot)
+                given[index] = value
                 leaves = flatten_call(self._places[index].module, *value)
                 waiting.setdefault(index, []).append((call, sink.hold(slot, "input", leaves)))
                 continue
@@ -363,7 +369,24 @@ class EagerTap:
             call, held = stack.pop() if stack else (sink.begin(slot), [])
             if self.ports.outputs:
                 held += sink.hold(slot, "output", flatten(value))
+                self._check_linear(index, given.get(index), value)
             sink.emit(call, held)
+
+    def _check_linear(self, index: int, given: Any, output: Any) -> None:
+        """That a compiled linear gives its input times its weight, where both were recorded."""
+        module = self._places[index].module
+        if given is None or index in self._checked or type(module) is not nn.Linear:
+            return
+        others = len(module._forward_hooks) > 1 or len(module._forward_pre_hooks) > 1
+        if others or not is_plain(module.weight):  # a hook or a quantiser has its part in it
+            return
+        self._checked.add(index)
+        operand = flatten_call(module, *given)
+        if len(operand) == 1 and operand[0][1] is not None and isinstance(output, torch.Tensor):
+            name = self.slots[index].name
+            with torch.no_grad():
+                found = check_linear(name, module.weight, module.bias, operand[0][1], output)
+            self.self_checks += [] if found is None else [found]
 
     def settle(self) -> None:
         """A step is over: forget hooks on graphs that are gone."""
