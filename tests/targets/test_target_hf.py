@@ -294,7 +294,7 @@ class TestSentences:
     @pytest.mark.parametrize(
         ("options", "inputs", "words"),
         [
-            ({}, {}, "Give --prompt TEXT, or --input-ids FILE"),
+            ({}, {}, "Give --prompt TEXT, --input-ids FILE, or --inputs-from FILE"),
             ({}, {"prompts": ["a"], "input_ids": "b"}, "both given"),
             ({"samples": 3}, {"prompts": ["a"]}, "does not take 'samples'"),
             ({"dtype": "int3"}, {"prompts": ["a"]}, "no dtype"),

@@ -1,6 +1,7 @@
 """Targets: what is run. From what the user typed to a model, its inputs and a mode.
 
 file.py:function            package.module:function            hf:DIR
+model.pt, model.pt2, model.onnx, model.xml, model.taps.json: a compiled model's file
 """
 
 from __future__ import annotations

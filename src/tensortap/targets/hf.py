@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import MissingExtraError, OptionError, TargetError
+from .artefacts import with_inputs
 from .input_ids import check_range, read_input_ids
 from .options import parse_device, parse_dtype
-from .target import Target
+from .target import Batch, Target
 
 __all__ = ["load_checkpoint"]
 
@@ -40,9 +41,13 @@ def load_checkpoint(
     *,
     prompts: Sequence[str] = (),
     input_ids: str | os.PathLike[str] | None = None,
+    inputs_from: Sequence[str | os.PathLike[str]] = (),
 ) -> Target:
-    """A checkpoint in eval mode, with one batch a prompt, or the ids of a file as one batch."""
-    _check_options(spec, values, prompts, input_ids)
+    """A checkpoint in eval mode, with one batch a prompt, or the ids of a file as one batch.
+
+    Or with what `inputs_from` has, a batch a file, for models that take other things too.
+    """
+    _check_options(spec, values, prompts, input_ids, inputs_from)
     folder = Path(spec.removeprefix("hf:")).expanduser()
     _check_folder(folder)
     try:
@@ -57,10 +62,10 @@ def load_checkpoint(
     config = _config(transformers, folder)
     kind = _model_class(transformers, config, folder)
     seq_len = int(values["seq_len"]) if "seq_len" in values else None
+    batches: list[dict[str, Any]] = []
     if prompts:
         batches = _encode(transformers, folder, prompts, seq_len)
-    else:
-        assert input_ids is not None
+    elif input_ids is not None:
         ids = read_input_ids(Path(input_ids))
         batches = [{"input_ids": ids if seq_len is None else ids[:, :seq_len]}]
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
@@ -69,15 +74,27 @@ def load_checkpoint(
         check_range(batch["input_ids"], vocabulary, where)
     model, notes = _model(transformers, kind, config, folder, dtype, values)
     model = model.to(device).eval()
-    return Target(
+    target = Target(
         model,
-        [_fit(model, config, batch, device) for batch in batches],
+        [_fit(model, config, batch, device) for batch in batches] or Batch(),
         mode=None if values.get("mode") is None else str(values["mode"]),
         name=spec,
         prompt=list(prompts) or None,
         config=json.loads(json.dumps(config.to_dict(), default=str)),
         notes=notes,
     )
+    return _with_inputs(target, inputs_from, vocabulary) if inputs_from else target
+
+
+def _with_inputs(
+    target: Target, files: Sequence[str | os.PathLike[str]], vocabulary: int | None
+) -> Target:
+    found = with_inputs(target, files)
+    for file, batch in zip(files, found.batches, strict=True):
+        ids = batch.kwargs.get("input_ids")
+        if isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point():
+            check_range(ids, vocabulary, os.fspath(file))
+    return found
 
 
 def _check_options(
@@ -85,19 +102,30 @@ def _check_options(
     values: Mapping[str, Any],
     prompts: Sequence[str],
     input_ids: str | os.PathLike[str] | None,
+    inputs_from: Sequence[str | os.PathLike[str]],
 ) -> None:
     unknown = [key for key in values if key not in _TAKES]
     if unknown:
         raise OptionError(
             f"The target {spec!r} does not take {' and '.join(map(repr, unknown))}. "
-            f"It takes {', '.join(_TAKES)}, and --prompt or --input-ids."
+            f"It takes {', '.join(_TAKES)}, and --prompt, --input-ids or --inputs-from."
         )
-    if prompts and input_ids is not None:
-        raise OptionError("--prompt and --input-ids are both given. Give one of them.")
-    if not prompts and input_ids is None:
+    ways = {
+        "--prompt": bool(prompts),
+        "--input-ids": input_ids is not None,
+        "--inputs-from": bool(inputs_from),
+    }
+    named = [flag for flag, on in ways.items() if on]
+    if len(named) > 1:
+        number = "both" if len(named) == 2 else "all"
+        raise OptionError(f"{' and '.join(named)} are {number} given. Give one of them.")
+    if not named:
         raise OptionError(
-            f"The target {spec!r} has no inputs. Give --prompt TEXT, or --input-ids FILE."
+            f"The target {spec!r} has no inputs. Give --prompt TEXT, --input-ids FILE, or "
+            "--inputs-from FILE."
         )
+    if inputs_from and "seq_len" in values:
+        raise OptionError("--seq-len cuts --prompt and --input-ids, not what --inputs-from holds.")
     for key in ("seq_len", "seed"):
         text = str(values.get(key, 1))
         if not text.isdecimal() or (key == "seq_len" and int(text) < 1):

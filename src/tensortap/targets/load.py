@@ -19,13 +19,15 @@ from typing import Any
 from torch import nn
 
 from ..errors import OptionError, TapError, TargetError
+from ..taps.programs.base import Options as ProgramOptions
+from .artefacts import SUFFIXES, check_usable, is_artefact, load_artefact, models_in, with_inputs
 from .casting import cast_target, unheeded
 from .options import arguments, given, parse_dtype, takes
 from .target import Target, describe
 
 __all__ = ["load_target"]
 
-_FORMS = "file.py:function, package.module:function or hf:DIR"
+_FORMS = "file.py:function, package.module:function, hf:DIR or a compiled model's file"
 
 
 def load_target(
@@ -35,27 +37,44 @@ def load_target(
     *,
     prompts: Sequence[str] = (),
     input_ids: str | os.PathLike[str] | None = None,
+    inputs_from: Sequence[str | os.PathLike[str]] = (),
+    compiled: ProgramOptions | None = None,
+    plan: bool = False,
 ) -> Target:
-    """Turn `file.py:function`, `package.module:function` or `hf:DIR` into a Target.
+    """Turn `file.py:function`, `package.module:function`, `hf:DIR` or a model file into a Target.
 
-    The function gets the options by name and returns a Target or `(model, inputs)`. Its file's
+    `inputs_from` are files with the inputs of a batch each, in place of the target's own;
+    `compiled` says more about a compiled model; a `plan` of a model file needs no inputs. The
+    function gets the options by name and returns a Target or `(model, inputs)`. Its file's
     folder (for a package, the working directory) can be imported from until it returns. A `dtype`
     that it does not take is applied to what it returns.
     """
     values = given(options or {}, sets)
+    if is_artefact(spec):
+        return load_artefact(
+            spec,
+            values,
+            prompts=prompts,
+            input_ids=input_ids,
+            inputs_from=inputs_from,
+            options=compiled,
+            plan=plan,
+        )
     if spec.startswith("hf:"):
         from .hf import load_checkpoint
 
-        return load_checkpoint(spec, values, prompts=prompts, input_ids=input_ids)
+        target = load_checkpoint(
+            spec, values, prompts=prompts, input_ids=input_ids, inputs_from=inputs_from
+        )
+        check_usable(target, compiled or ProgramOptions())
+        return target
     if prompts or input_ids is not None:
         option = "--prompt" if prompts else "--input-ids"
         raise OptionError(
             f"{option} is for hf:DIR targets; the function of {spec!r} makes its own inputs. "
             "Hand values to it with --set key=value."
         )
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise TargetError(f"{spec!r} is no target. Expected {_FORMS}.")
+    place, name = _split(spec)
     is_file = place.endswith(".py") or "/" in place or os.sep in place
     folder = Path(place).resolve().parent if is_file else Path.cwd()
     with _importable(folder):
@@ -67,11 +86,36 @@ def load_target(
         keywords = arguments(function, values, f"The target {spec!r}")
         result = _call(function, keywords, spec, module)
     target = _to_target(result, spec, values)
+    check_usable(target, compiled or ProgramOptions())
+    if inputs_from:
+        target = with_inputs(target, inputs_from, compiled)
     if dtype is not None:
         return cast_target(target, dtype, spec)
     if not takes(function, "dtype", by_name=True):  # it went into **options
         dtype = unheeded(target, values.get("dtype"))
     return target if dtype is None else cast_target(target, dtype, spec, "leaves the dtype aside")
+
+
+def _split(spec: str) -> tuple[str, str]:
+    """The place of a function, and its name."""
+    place, colon, name = spec.rpartition(":")
+    path = Path(spec)
+    if path.suffix == ".py" and path.is_file():
+        raise TargetError(f"Which function in {spec!r} builds the model? Write {spec}:FUNCTION.")
+    if path.is_dir():
+        hint = (
+            f" It is a checkpoint: write hf:{spec}."
+            if (path / "config.json").is_file()
+            else "".join(f" Did you mean {str(file)!r}?" for file in models_in(path)[:1])
+        )
+        raise TargetError(f"{spec!r} is a folder, no target. Expected {_FORMS}.{hint}")
+    if not colon or not place or not name:
+        raise TargetError(f"{spec!r} is no target. Expected {_FORMS}.")
+    if place.lower().endswith(SUFFIXES) and Path(place).is_file():
+        raise TargetError(
+            f"{place!r} is a compiled model, which has no function {name!r}. Name the file alone."
+        )
+    return place, name
 
 
 @contextlib.contextmanager

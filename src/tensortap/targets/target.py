@@ -1,4 +1,4 @@
-"""A target: a model with its inputs, whatever made it."""
+"""A target: a model with its inputs, whatever made it and whatever runs it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import TargetError
+from ..taps.programs.base import Program
 
 __all__ = ["Batch", "Target", "describe", "register_model_check", "to_batches"]
 
@@ -52,11 +53,10 @@ class Target:
     batches: tuple[Batch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, nn.Module) and not any(
-            accepts(self.model) for accepts in _model_checks
-        ):
+        if not _is_model(self.model):
             raise TargetError(
-                f"The target's model is {describe(self.model)}, expected a torch.nn.Module."
+                f"The target's model is {describe(self.model)}, expected a torch.nn.Module, a "
+                "compiled model, or an object that holds one."
             )
         if self.run is not None and not callable(self.run):
             raise TargetError(
@@ -69,7 +69,22 @@ class Target:
         """Run the model on one batch."""
         if self.run is not None:
             return self.run(self.model, batch)
+        if isinstance(self.model, Program):
+            return self.model.plain(batch.args, batch.kwargs)
         return self.model(*batch.args, **batch.kwargs)
+
+
+def _is_model(model: object) -> bool:
+    if isinstance(model, nn.Module | Program) or any(ask(model) for ask in _model_checks):
+        return True
+    if isinstance(model, type | str | bytes | int | float | tuple | list | dict | Tensor | None):
+        return False
+    if callable(model):
+        return True
+    from ..taps.inside import find_parts
+    from ..taps.programs.kinds import kind_of
+
+    return kind_of(model) is not None or bool(find_parts(model))
 
 
 def to_batches(inputs: object) -> tuple[Batch, ...]:
