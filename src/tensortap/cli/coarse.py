@@ -85,7 +85,7 @@ def _nothing(window: Window, as_json: bool) -> int:
 
 def _answer(window: Window, outcome: Outcome, as_json: bool) -> int:
     """The second run was compared as it ran."""
-    from .record import report_against
+    from .recorded import report_against
 
     code = report_against(outcome, as_json, window)
     if code == DONE:
@@ -103,7 +103,7 @@ def _answer(window: Window, outcome: Outcome, as_json: bool) -> int:
 
 def _to_be_compared(window: Window, outcome: Outcome, as_json: bool) -> int:
     """The reference holds no tensors here: say how to get them."""
-    from .record import facts, recorded
+    from .recorded import facts, recorded
 
     if as_json:
         print_json(

@@ -22,28 +22,34 @@ from .common import (
     print_notes,
     say,
 )
-from .compare import DIFFERS, FloorOption, MapOption, PresetOption, RuleOption, print_answer
-from .running import Outcome, Settings, run_target
+from .compare import FloorOption, MapOption, PresetOption, RuleOption
+from .recorded import report, report_against
+from .running import Settings, run_target
 from .targeting import (
+    AcceptInferredOption,
+    Compiled,
+    CustomOpsOption,
     DeviceOption,
     DtypeOption,
     InputIdsOption,
+    InputsFromOption,
+    ManifestOption,
     ModeOption,
+    NamesFromOption,
     PromptOption,
+    RuntimeOption,
     SamplesOption,
     SeedOption,
+    SelfCheckOption,
     SeqLenOption,
     SetOption,
     TargetArgument,
+    WeightsOption,
     chosen_target,
+    command_of,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from ..comparing.streaming import Window
-    from ..recording.reader import Recording
     from ..targets import Target
 
 _KEEP = ("tensors", "sketch", "summary")
@@ -115,6 +121,14 @@ def record(
     sets: SetOption = None,
     prompts: PromptOption = None,
     input_ids: InputIdsOption = None,
+    inputs_from: InputsFromOption = None,
+    runtime: RuntimeOption = None,
+    manifest: ManifestOption = None,
+    weights: WeightsOption = None,
+    names_from: NamesFromOption = None,
+    accept_inferred: AcceptInferredOption = False,
+    self_check: SelfCheckOption = True,
+    custom_ops: CustomOpsOption = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Show what would be recorded, without running.")
     ] = False,
@@ -123,7 +137,8 @@ def record(
     ] = False,
     json: JsonOption = False,
 ) -> int:
-    """Run a model and record its layers. With --against, exit 1: something diverged."""
+    """Run a model and record its layers. Exit 1: with --against something diverged, or a \
+self-check of a compiled model failed."""
     if keep not in _KEEP:
         raise OptionError(f"--keep must be tensors, sketch or summary, got {keep!r}.")
     if output is None and not plan:
@@ -133,7 +148,37 @@ def record(
             "--stop, --coarse, --full, --floor, --rule, --map and --preset say how to judge a run "
             "against another. Name the other one with --against RUN."
         )
-    words = _command(target, mode, seq_len, samples, device, dtype, seed, sets, prompts, input_ids)
+    compiled = Compiled(
+        runtime=runtime,
+        manifest=manifest,
+        weights=weights,
+        names_from=names_from,
+        accept_inferred=accept_inferred,
+        self_check=self_check,
+        custom_ops=tuple(custom_ops or ()),
+    )
+    words = command_of(
+        target,
+        {
+            "--mode": mode,
+            "--seq-len": seq_len,
+            "--samples": samples,
+            "--device": device,
+            "--dtype": dtype,
+            "--seed": seed,
+            "--input-ids": input_ids,
+            "--set": sets,
+            "--prompt": prompts,
+            "--inputs-from": inputs_from,
+            "--runtime": runtime,
+            "--manifest": manifest,
+            "--weights": weights,
+            "--names-from": names_from,
+            "--accept-inferred": accept_inferred,
+            "--no-self-check": not self_check,
+            "--custom-ops": custom_ops,
+        },
+    )
     settings = Settings(
         layers=tuple(layers or ()),
         inputs=inputs,
@@ -153,6 +198,7 @@ def record(
         rules=tuple(rules or ()),
         maps=tuple(maps or ()),
         preset=preset,
+        compiled=compiled,
     )
     loaded = chosen_target(
         target,
@@ -165,6 +211,9 @@ def record(
         sets=sets,
         prompts=prompts,
         input_ids=input_ids,
+        inputs_from=inputs_from,
+        compiled=compiled,
+        plan=plan,
     )
     if plan:
         _plan(loaded, settings, json)
@@ -180,103 +229,7 @@ def record(
         outcome = run_target(loaded, output, settings, advance)
     if outcome.comparison is not None:
         return report_against(outcome, json)
-    _report(outcome, json)
-    return DONE
-
-
-def _command(
-    target: str,
-    mode: str | None,
-    seq_len: int | None,
-    samples: int | None,
-    device: str | None,
-    dtype: str | None,
-    seed: int | None,
-    sets: Sequence[str] | None,
-    prompts: Sequence[str] | None,
-    input_ids: Path | None,
-) -> list[str]:
-    """What chooses this target again, ready to be run."""
-    words = ["tensortap", "record", target]
-    given = {
-        "--mode": mode,
-        "--seq-len": seq_len,
-        "--samples": samples,
-        "--device": device,
-        "--dtype": dtype,
-        "--seed": seed,
-        "--input-ids": input_ids,
-    }
-    for name, value in given.items():
-        words += [name, str(value)] if value is not None else []
-    for name, values in (("--set", sets), ("--prompt", prompts)):
-        for value in values or ():
-            words += [name, value]
-    return words
-
-
-def facts(outcome: Outcome) -> dict[str, object]:
-    """What `--json` says of a recording."""
-    recording = outcome.recording
-    return {
-        "path": recording.path,
-        "status": recording.status,
-        "mode": recording.manifest.mode,
-        "layers": len(recording),
-        "records": len(recording.records),
-        "nbytes": recording.nbytes,
-        "seconds": outcome.seconds,
-        "notes": recording.notes,
-    }
-
-
-def _report(outcome: Outcome, as_json: bool) -> None:
-    recording = outcome.recording
-    if as_json:
-        print_json(facts(outcome))
-    else:
-        say(recorded(outcome))
-    print_notes([*recording.notes, *_stopped(recording)])
-    if not as_json:
-        typer.echo(f"next: tensortap show {recording.path}", err=True)
-
-
-def recorded(outcome: Outcome) -> str:
-    """What was recorded, in a sentence."""
-    from ..reporting.text import plural, size
-
-    recording = outcome.recording
-    return (
-        f"Recorded {plural(len(recording), 'layer')}, {plural(len(recording.records), 'record')}, "
-        f"{size(recording.nbytes)} to {recording.path} in {outcome.seconds:.1f} s"
-    )
-
-
-def report_against(outcome: Outcome, as_json: bool, window: Window | None = None) -> int:
-    """Print how the run compares, and what was kept of it."""
-    from ..reporting.text import size
-
-    comparison = outcome.comparison
-    assert comparison is not None
-    if as_json:
-        print_json(
-            {
-                **facts(outcome),
-                "bytes_seen": outcome.seen,
-                "bytes_kept": outcome.kept,
-                "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
-                **({} if window is None else {"window": window.to_dict()}),
-                "comparison": comparison.to_dict(),
-            }
-        )
-        for warning in comparison.warnings:
-            typer.echo(f"warning: {' '.join(warning.split())}", err=True)
-    else:
-        print_answer(comparison)
-    print_notes([*comparison.notes, *_stopped(outcome.recording)])
-    note(f"Kept {size(outcome.kept)} of the {size(outcome.seen)} of tensors that were seen.")
-    note(recorded(outcome) + ".")
-    return DONE if comparison.same else DIFFERS
+    return report(outcome, json)
 
 
 def _plan(target: Target, settings: Settings, as_json: bool) -> None:
@@ -299,14 +252,3 @@ def _plan(target: Target, settings: Settings, as_json: bool) -> None:
     print_notes(plan.notes)
     if settings.grads:
         note("Gradients come on top: as many bytes again as the outputs, and inputs, they are of.")
-
-
-def _stopped(recording: Recording) -> list[str]:
-    """That the model did not run to its end, and what that may have cost."""
-    behind = recording.manifest.selection.get("stopped_behind")
-    if not behind:  # the root module is the last of all: nothing was left out
-        return []
-    return [
-        f"Each forward was stopped behind '{behind}', the last call that was asked for. "
-        "--no-early-stop runs on."
-    ]

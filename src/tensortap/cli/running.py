@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import RecordingError, TapError, TargetError
+from .targeting import Compiled
 
 if TYPE_CHECKING:
     from ..comparing.results import Comparison
@@ -46,6 +47,7 @@ class Settings:
     rules: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
     preset: str | None = None
+    compiled: Compiled = field(default_factory=Compiled)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,12 @@ class Outcome:
     seen: int = 0
     kept: int = 0
     comparison: Comparison | None = None
+
+    @property
+    def failed_checks(self) -> list[str]:
+        """What the self-check of a compiled model found wrong."""
+        checks = self.recording.manifest.self_checks
+        return [str(check.get("text")) for check in checks if not check.get("passed")]
 
 
 def record_target(
@@ -104,6 +112,7 @@ def run_target(
         strict=settings.strict,
         mode=target.mode,
         target=about,
+        **vars(settings.compiled),
     )
     if settings.grads:
         recorder.tap.notes.append(_BACKWARD)

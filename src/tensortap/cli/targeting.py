@@ -5,36 +5,52 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from ..errors import OptionError
 from .common import MaybeInt, MaybeList, MaybePath, MaybeText, print_notes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from ..taps.programs.base import Options
     from ..targets import Target
 
 __all__ = [
+    "AcceptInferredOption",
+    "Compiled",
+    "CustomOpsOption",
     "DeviceOption",
     "DtypeOption",
     "InputIdsOption",
+    "InputsFromOption",
+    "ManifestOption",
     "ModeOption",
+    "NamesFromOption",
     "PromptOption",
+    "RuntimeOption",
     "SamplesOption",
     "SeedOption",
+    "SelfCheckOption",
     "SeqLenOption",
     "SetOption",
     "TargetArgument",
+    "WeightsOption",
     "chosen_target",
+    "command_of",
 ]
 
 _GIVEN = "given to the target's function"
 
 TargetArgument = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="file.py:function, package.module:function or hf:DIR."),
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py:function, package.module:function, hf:DIR, or a compiled model's file: "
+        "model.pt, .pt2, .onnx, .xml.",
+    ),
 ]
 ModeOption = Annotated[MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}.")]
 SeqLenOption = Annotated[
@@ -59,6 +75,97 @@ PromptOption = Annotated[
 InputIdsOption = Annotated[
     MaybePath, typer.Option("--input-ids", metavar="FILE", help="hf: token ids.")
 ]
+InputsFromOption = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option(
+        "--inputs-from",
+        metavar="FILE",
+        help="The model's arguments by name, from .safetensors, .npz, .npy or .json: a batch a "
+        "file. Repeatable.",
+    ),
+]
+RuntimeOption = Annotated[
+    MaybeText,
+    typer.Option(
+        "--runtime",
+        metavar="NAME",
+        help="compiled: what runs it, where file and type do not tell.",
+    ),
+]
+ManifestOption = Annotated[
+    MaybePath,
+    typer.Option(
+        "--manifest",
+        metavar="FILE",
+        help="compiled: names for the extra outputs of an instrumented model. Default: "
+        "model.taps.json beside model.pt.",
+    ),
+]
+WeightsOption = Annotated[
+    MaybePath,
+    typer.Option(
+        "--weights", metavar="FILE", help="compiled: a checkpoint that names layers by weights."
+    ),
+]
+NamesFromOption = Annotated[
+    MaybePath,
+    typer.Option(
+        "--names-from",
+        metavar="FILE",
+        help="compiled: the float model whose names a quantised one has lost.",
+    ),
+]
+AcceptInferredOption = Annotated[
+    bool,
+    typer.Option("--accept-inferred", help="compiled: also record layers whose names are guesses."),
+]
+SelfCheckOption = Annotated[
+    bool,
+    typer.Option(
+        "--self-check/--no-self-check",
+        help="compiled: check that taps change nothing and linears are what they are called.",
+    ),
+]
+CustomOpsOption = Annotated[
+    Optional[list[Path]],  # noqa: UP045
+    typer.Option(
+        "--custom-ops",
+        metavar="LIB",
+        help="compiled: a library of operators that may be loaded, which runs its code. "
+        "Repeatable.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What was said about a compiled model."""
+
+    runtime: str | None = None
+    manifest: Path | None = None
+    weights: Path | None = None
+    names_from: Path | None = None
+    accept_inferred: bool = False
+    self_check: bool = True
+    custom_ops: tuple[Path, ...] = ()
+
+    def options(self) -> Options:
+        from ..taps.programs.base import Options
+
+        return Options(**vars(self))
+
+
+def command_of(target: str, options: dict[str, Any]) -> list[str]:
+    """What chooses this target again, ready to be run: options by flag, lists repeated."""
+    words = ["tensortap", "record", target]
+    for flag, value in options.items():
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [word for item in value for word in (flag, str(item))]
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
 
 
 def chosen_target(
@@ -73,9 +180,22 @@ def chosen_target(
     sets: Sequence[str] | None = None,
     prompts: Sequence[str] | None = None,
     input_ids: Path | None = None,
+    inputs_from: Sequence[Path] | None = None,
+    compiled: Compiled | None = None,
+    plan: bool = False,
 ) -> Target:
-    """The target with the options that were given; what it prints goes to stderr, as its notes."""
+    """The target with the options that were given; what it prints goes to stderr, as its notes.
+
+    Without `compiled`, a verb runs single layers, which a compiled model does not let it do.
+    """
     from ..targets import load_target
+    from ..targets.artefacts import is_artefact
+
+    if compiled is None and is_artefact(spec):
+        raise OptionError(
+            f"'{spec}' is a compiled model: its layers cannot be run one by one, nor given other "
+            "inputs. Name the function that builds the eager model, as file.py:function, or hf:DIR."
+        )
 
     if seed is not None:
         import torch
@@ -90,6 +210,15 @@ def chosen_target(
         "seed": seed,
     }
     with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
-        target = load_target(spec, options, sets or (), prompts=prompts or (), input_ids=input_ids)
+        target = load_target(
+            spec,
+            options,
+            sets or (),
+            prompts=prompts or (),
+            input_ids=input_ids,
+            inputs_from=inputs_from or (),
+            compiled=None if compiled is None else compiled.options(),
+            plan=plan,
+        )
     print_notes(target.notes)
     return target
