@@ -14,7 +14,7 @@ wrapper's forward returns `(output, taps)`, and its manifest says which tap is w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -130,8 +130,9 @@ def _learn_while_tracing(key: int, heard: Any, kinds: Any, output: Any) -> int:
     return 0
 
 
-torch._dynamo.assume_constant_result(_attach_while_tracing)
-torch._dynamo.assume_constant_result(_learn_while_tracing)
+_at_tracing: Any = torch.compiler.assume_constant_result  # untyped in torch
+_at_tracing(_attach_while_tracing)
+_at_tracing(_learn_while_tracing)
 
 
 class Instrumented(nn.Module):
@@ -235,8 +236,9 @@ class Instrumented(nn.Module):
 
     def __dir__(self) -> list[str]:
         """Without the manifest, as long as there is none: a trace reads all that it finds here."""
+        names: Any = super().__dir__  # untyped in torch
         known = self._recorder.entries is not None
-        return [name for name in super().__dir__() if known or name != "manifest"]
+        return [name for name in names() if known or name != "manifest"]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return instrument, (self.model, self._selected)
@@ -284,7 +286,7 @@ def _silent(recorder: _Recorder) -> list[str]:
 
 def _nones(output: Sequence[OutputLeaf]) -> list[str]:
     return [
-        f"The model's output{leaf.leaf} is None: {leaf.leaf.lstrip('.') or 'it'} cannot be compared."
+        f"The model's own output{' at ' + leaf.leaf if leaf.leaf else ''} is None in this run."
         for leaf in output
         if not leaf.tensor and leaf.leaf in ("", ".logits", "['logits']")
     ]
@@ -297,12 +299,13 @@ def _sizes(tensor: torch.Tensor) -> tuple[int | None, ...]:
 @contextmanager
 def _not_traced() -> Iterator[None]:
     """Look at shapes without `torch.jit.trace` taking it for a part of the model."""
-    state = torch._C._get_tracing_state()
+    native: Any = torch._C  # the setter is untyped
+    state = native._get_tracing_state()
     if state is None:
         yield
         return
-    torch._C._set_tracing_state(None)
+    native._set_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        native._set_tracing_state(state)

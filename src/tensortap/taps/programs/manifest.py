@@ -7,6 +7,7 @@ was looked at. docs/manifest.schema.json is the formal twin of this module.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ __all__ = [
     "Manifest",
     "OutputLeaf",
     "Part",
+    "digest",
     "is_manifest",
     "manifest_beside",
     "manifest_path",
@@ -33,6 +35,7 @@ VERSION = 1
 _LARGEST = 64 << 20
 _MOST = 1_000_000
 _LONGEST = 4096
+_END = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,14 @@ class OutputLeaf:
 
 @dataclass(frozen=True)
 class Part:
-    """One of several artefacts, each with taps on some of the layers."""
+    """An artefact with taps on these layers; a model may be in several, one after the other.
+
+    The digest is of the file's size and ends, so that another file is not taken for it.
+    """
 
     file: str
     layers: tuple[str, ...]
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,17 @@ class Manifest:
     def load(path: str | os.PathLike[str]) -> Manifest:
         """Read one, and check all of it."""
         return _Reader(Path(path)).read()
+
+
+def digest(path: str | os.PathLike[str]) -> str:
+    """What tells one artefact from another: its size, its head and its tail."""
+    with Path(path).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        found = hashlib.blake2b(f"{size} ".encode() + file.read(_END), digest_size=16)
+        file.seek(max(0, size - _END))
+        found.update(file.read(_END))
+    return found.hexdigest()
 
 
 def manifest_path(artefact: str | os.PathLike[str]) -> Path:
@@ -222,7 +240,7 @@ class _Reader:
 
     def part(self, data: Any) -> Part:
         item = self.object(data, "parts")
-        return Part(self.file(item, "file"), self.texts(item, "layers"))
+        return Part(self.file(item, "file"), self.texts(item, "layers"), self.text(item, "digest"))
 
     def object(self, data: Any, where: str) -> Mapping[str, Any]:
         if not isinstance(data, Mapping):
