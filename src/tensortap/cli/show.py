@@ -95,6 +95,7 @@ def _all(
 ) -> None:
     from ..recording.series import is_watched
     from ..reporting.progress import progress
+    from ..reporting.provenance import self_check_line
     from ..reporting.tables import header, layer_rows, layers_table
     from ..reporting.watched import scalars_table, watched_rows, watched_table, ways
     from ..selection.recorded import choose_layers, choose_port, choose_records
@@ -109,6 +110,7 @@ def _all(
     with progress("Reading") as advance:
         found = ways(records) if watched else []
         rows = watched_rows(found) or layer_rows(records, each=each, progress=advance)
+    checks = recording.manifest.self_checks
     if as_json:
         print_json(
             {
@@ -117,6 +119,7 @@ def _all(
                 "mode": recording.manifest.mode,
                 "notes": recording.notes,
                 **({"watched": True} if watched else {}),
+                **({"self_checks": checks} if checks else {}),
                 "layers": [row.to_dict() for row in rows],
             }
         )
@@ -125,6 +128,9 @@ def _all(
 
     console = stdout()
     console.print(header(recording), style="dim")
+    if checks:
+        failed = any(check.get("passed") is False for check in checks)
+        console.print(self_check_line(recording), style="bold red" if failed else "dim")
     if not watched:
         print_table(console, layers_table(rows, each=each))
     for made in (scalars_table(found), watched_table(found)):

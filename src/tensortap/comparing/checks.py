@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..errors import ComparisonError, OptionError
 from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
+from .absent import runtime_of
 from .align import LayerPair
 from .environment import same_input
 from .floor import Floor
@@ -59,10 +60,24 @@ def check_paired(
     if paired:
         return
     ours = list(left.layers if names is None else names)
+    for run, other in ((left, right), (right, left)):
+        if run.layers == [""] and "" not in other.layers:
+            raise ComparisonError(_outputs_alone(run, other))
     raise ComparisonError(
         f"No layer of {left.path} pairs with a layer of {right.path}: nothing was compared. "
         f"The reference has {_some(ours)}, the candidate {_some(right.layers)}. "
         "Are these recordings of the same model? Pair layers by hand with --map 'regex=>template'."
+    )
+
+
+def _outputs_alone(run: Recording, other: Recording) -> str:
+    runtime = runtime_of(run)
+    program = "" if runtime == "eager" else f", a program of the runtime {runtime},"
+    return (
+        f"{run.path}{program} holds the model's own outputs alone, recorded as the root, and "
+        f"{other.path} has {_some(other.layers)} but not the root: nothing was compared. Record "
+        "that run again with its root: --layers '' (or --layers all, or --layers blocks "
+        "--layers '')."
     )
 
 
@@ -148,7 +163,33 @@ def warnings_of(
             f"Only {len(paired)} of {total} layers align: these look like recordings of different "
             "models. Pair layers by hand with --map 'regex=>template'."
         )
+    for run in (left, right):
+        found += [*_failed_checks(run), *_guesses(run)]
     return found
+
+
+def _failed_checks(run: Recording) -> list[str]:
+    failed = [item for item in run.manifest.self_checks if item.get("passed") is False]
+    if not failed:
+        return []
+    return [
+        f"The self-check of {run.path} failed ({len(failed)} of {len(run.manifest.self_checks)} "
+        f"checks; first: {str(failed[0].get('text', '')).rstrip('.')}): what it recorded may not "
+        f"be what the model computes. See tensortap check {run.path}."
+    ]
+
+
+def _guesses(run: Recording) -> list[str]:
+    """Layers that are known by a guess: a divergence there may be that of another layer."""
+    sites = (site for segment in run._segments for site in segment.sites)
+    names = list(dict.fromkeys(s.layer for s in sites if s.provenance == "inferred"))
+    if not names:
+        return []
+    return [
+        f"{len(names)} {'layer' if len(names) == 1 else 'layers'} of {run.path} "
+        f"{'is' if len(names) == 1 else 'are'} known by a guess ({_some(names)}): the name is "
+        "inferred from the shape of the graph, and what differs there may be another layer."
+    ]
 
 
 def notes_of(

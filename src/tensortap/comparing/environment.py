@@ -10,6 +10,7 @@ from typing import Any
 
 from ..recording.reader import Recording
 from ..recording.schema import Manifest
+from .absent import runtime_of
 from .results import EnvironmentDifference
 
 __all__ = ["environment_differences", "same_input"]
@@ -17,6 +18,8 @@ __all__ = ["environment_differences", "same_input"]
 _MISSING = "not said"
 # Paths and times of a run say nothing about its numbers.
 _SILENT = {"spec", "file", "path", "created", "closed", "_name_or_path", "transformers_version"}
+# Said elsewhere: versions and runtimes have lines of their own, what is absent is said of layers.
+_ELSEWHERE = {("environment", "python"), ("target", "runtime"), ("target", "absent")}
 _MOST = 120
 
 
@@ -25,6 +28,11 @@ def environment_differences(
 ) -> tuple[tuple[EnvironmentDifference, ...], tuple[tuple[str, str], ...]]:
     """What differs (versions, device, dtypes, config, seed, inputs, settings), and the rest."""
     left, right = _facts(reference.manifest), _facts(candidate.manifest)
+    if any(run.manifest.target.get("runtime") for run in (reference, candidate)):
+        left, right = (
+            {"runtime": runtime_of(run), **facts}
+            for run, facts in ((reference, left), (candidate, right))
+        )
     names = [*left, *(name for name in right if name not in left)]
     differing = [n for n in names if left.get(n, _MISSING) != right.get(n, _MISSING)]
     return (
@@ -66,7 +74,7 @@ def _seed(seed: int | None) -> int | str:
 
 def _flat(prefix: str, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
-        if key in _SILENT or (prefix == "environment" and key == "python"):
+        if key in _SILENT or (prefix, key) in _ELSEWHERE:
             continue
         name = f"{prefix}.{key}"
         if isinstance(value, Mapping) and key != "dtypes":

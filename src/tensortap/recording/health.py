@@ -1,7 +1,7 @@
 """Findings: what is unhealthy in one recording.
 
-Errors are facts (NaN, Inf). Warnings are judgements, so every limit can be moved: large language
-models have healthy massive activations.
+Errors are facts (NaN, Inf, a self-check that failed). Warnings are judgements, so every limit can
+be moved: large language models have healthy massive activations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "Limits", "check", "first_bad", "largest_change", "mean_change"]
 
-Kind = Literal["nan", "inf", "exploding", "dead", "saturated", "underflow", "jump", "incomplete"]
+Kind = Literal[
+    "nan",
+    "inf",
+    "self-check",
+    "exploding",
+    "dead",
+    "saturated",
+    "underflow",
+    "jump",
+    "incomplete",
+]
 _PIECE = 4 << 20  # elements
 _MAY_BE_CONSTANT = ("param", "grad_param", "update", "scalar")
 _STILL = {
@@ -101,11 +111,24 @@ def check(
         reason = recording.manifest.failure or "it was not closed"
         text = f"The recording is not complete: {reason}."
         findings.append(Finding("", "incomplete", "warning", text))
+    findings += _self_checks(recording)
     for layer in recording.values():
         findings += _check_layer(layer, limits)
     findings += _jumps(recording, limits)
     order = {name: index for index, name in enumerate(recording.layers)}
     return sorted(findings, key=lambda f: (order.get(f.layer, -1), f.severity))
+
+
+def _self_checks(recording: Recording) -> Iterator[Finding]:
+    """What a compiled model with taps does otherwise than without; one finding a layer."""
+    failed: dict[tuple[str, str], list[str]] = {}
+    for item in recording.manifest.self_checks:
+        if item.get("passed") is False:
+            key = (str(item.get("layer", "")), str(item.get("check", "")))
+            failed.setdefault(key, []).append(str(item.get("text", "")).rstrip("."))
+    for (layer, _), texts in failed.items():
+        more = f"; the same {len(texts) - 1} more times" if len(texts) > 1 else ""
+        yield Finding(layer, "self-check", "error", f"{texts[0]}{more}.")
 
 
 def _check_layer(layer: Layer, limits: Limits) -> Iterator[Finding]:

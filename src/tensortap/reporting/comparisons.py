@@ -15,6 +15,7 @@ from . import text
 from .console import plain, print_table, table, written
 from .layer_comparison import layer_screen
 from .modes import modes_table, modes_text, print_modes
+from .provenance import both_sides
 from .verdicts import STYLES, cosine
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def _columns(rows: Sequence[LayerComparison], first: LayerComparison | None) -> 
         columns.append(_Column("candidate layer", _candidate_layer, 6, "left"))
     if matched:
         columns.append(_Column("matched by", lambda row: row.matched_by or "-", 11, "left"))
+    if any(both_sides(row) for row in rows):
+        columns.append(_Column("name by", both_sides, 3, "left"))
     return [
         *columns,
         _Column("verdict", lambda row: row.verdict, justify="left"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RecordingError
 from . import text
 from .bars import Bars, bars_of_summary, bars_of_tensor, draw, span
+from .provenance import in_a_sentence
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,6 +56,7 @@ class Section:
             "dtype": r.dtype,
             "device": r.device,
             "stored": r.stored,
+            "provenance": r.provenance,
             **summary,
             "quantiles": quantiles,
             "quantiles_exact": self.exact if quantiles else None,
@@ -95,6 +97,7 @@ class LayerView:
             "layer": self.layer.name,
             "alias": self.layer.alias,
             "type": self.layer.type,
+            "provenance": self.layer.provenance,
             "layers": [section.to_dict() for section in self.sections],
             "changes": [change.to_dict() for change in self.changes],
         }
@@ -215,6 +218,9 @@ def print_layer(console: Console, view: LayerView) -> None:
     alias = f" ({text.clean(view.layer.alias)})" if view.layer.alias else ""
     name = f"{text.layer_name(view.layer.name)}{alias}"
     console.print(Text(name, style="bold").append(f"  {text.clean(view.layer.type)}", "not bold"))
+    if view.layer.provenance != "hook":
+        guess = view.layer.provenance == "inferred"
+        console.print(in_a_sentence(view.layer.provenance), style="yellow" if guess else "dim")
     for section in view.sections:
         console.print()
         _print_section(console, section)

@@ -14,6 +14,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from . import text
+from .provenance import sentence_of_both
 from .verdicts import STYLES, cosine
 
 if TYPE_CHECKING:
@@ -175,6 +176,9 @@ class _Screen:
         if row.matched_by not in ("", "name") or row.candidate_layer not in (row.layer, None):
             other = text.layer_name(row.candidate_layer or "")
             self.item("Paired with", f" {other} (by {row.matched_by})")
+        known = sentence_of_both(row)
+        if known:
+            self.item("Name", f" {known}", "yellow" if row.guessed else "")
         if row.note:
             self.item("Note", f" {text.clean(row.note)}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..recording.series import Series, summary_table
 from . import text
 from .console import table
+from .provenance import brief
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,6 +39,7 @@ class LayerRow:
     call: int | None
     rank: int
     summary: Summary
+    provenance: str = "hook"
     over_steps: dict[str, Any] | None = None  # of a watched run: first and last, and the way there
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,6 +57,7 @@ class LayerRow:
             "records": self.records,
             "stored": self.stored,
             "rank": self.rank,
+            "provenance": self.provenance,
             **summary,
         }
         if len(self.shapes) > 1:
@@ -105,6 +108,7 @@ def row_of(series: Series, over_steps: dict[str, Any] | None = None) -> LayerRow
         call=first.call if single else None,
         rank=first.rank,
         summary=series.summary(),
+        provenance=first.provenance,
         over_steps=over_steps,
     )
 
@@ -117,6 +121,7 @@ def header(recording: Recording) -> str:
         text.clean(recording.path),
         recording.status,
         text.clean(name),
+        text.clean(str(manifest.target.get("runtime") or "")),
         f"mode {text.clean(manifest.mode)}" if manifest.mode else "",
         text.clean(manifest.device),
         text.plural(len(recording), "layer"),
@@ -136,9 +141,11 @@ def layers_table(rows: Sequence[LayerRow], *, each: bool = False) -> Table:
         "batch": each and any(row.batch for row in rows),
         "call": each and any(row.call for row in rows),
         "records": any(row.records > 1 for row in rows),
+        "name by": any(row.provenance != "hook" for row in rows),
     }
     columns = [("layer", "left")]
     columns += [("alias", "left")] if optional["alias"] else []
+    columns += [("name by", "left")] if optional["name by"] else []
     columns += [("type", "left")]
     columns += [(name, "left") for name in ("port", "leaf") if optional[name]]
     numbers = [n for n in ("rank", "epoch", "batch", "call", "records") if optional[n]]
@@ -155,12 +162,20 @@ def _cells(row: LayerRow, optional: dict[str, bool], numbers: Sequence[str]) -> 
     s = row.summary
     cells: list[Any] = [text.layer_name(row.layer)]
     cells += [text.clean(row.alias or "")] if optional["alias"] else []
+    cells += [_known_by(row)] if optional["name by"] else []
     cells += [text.clean(row.type)]
     cells += [text.clean(getattr(row, name)) for name in ("port", "leaf") if optional[name]]
     cells += [str(getattr(row, name)) for name in numbers]
     cells += [_shapes(row.shapes), ", ".join(row.dtypes)]
     cells += [text.number(value) for value in (s.mean, s.std, s.min, s.max)]
     return [*cells, bad(s.nan), bad(s.posinf + s.neginf)]
+
+
+def _known_by(row: LayerRow) -> Any:
+    """How the layer's name is known: a guess stands out."""
+    from rich.text import Text
+
+    return Text(brief(row.provenance), style="yellow" if row.provenance == "inferred" else "")
 
 
 def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:

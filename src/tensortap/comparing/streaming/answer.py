@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from ...recording.reader import Recording
 from ...recording.schema import Port
 from ...taps.judging import Divergence
+from ...taps.sink import Slot
+from ..absent import Absences
 from ..align import LayerPair
 from ..checks import check_compared, notes_of, third_warnings, warnings_of
 from ..compare import Work, floor_words, inputs_of
@@ -45,20 +47,21 @@ def concluded(
     terms: Terms,
     candidate: Recording,
     sums: Mapping[str, RowSum],
-    heard: Sequence[tuple[str, str]],
+    heard: Sequence[Slot],
     partners: Mapping[str, str],
     unasked: Collection[str],
     stopped: Divergence | None,
     few_of: int | None,
     other_batches: bool,
 ) -> Comparison:
-    """The comparison of what was heard (name and type, in order) with the reference.
+    """The comparison of the layers that were heard, in order, with the reference.
 
     Layers that the model has and nobody listened to are not missing, and no rows. `few_of` is how
     many layers could have a partner, where few of them have one.
     """
     reference = terms.reference
-    rows = list(_rows(terms, sums, heard, partners, stopped))
+    absences = Absences(reference, candidate, [(ours, name) for name, ours in partners.items()])
+    rows = list(_rows(terms, sums, heard, partners, stopped, absences))
     listed = [row for row in rows if row.candidate_layer is not None or row.layer not in unasked]
     left_out, rows = len(rows) - len(listed), listed
     check_compared(reference, candidate, rows)
@@ -107,32 +110,36 @@ def _few(paired: int, total: int) -> str:
 def _rows(
     terms: Terms,
     sums: Mapping[str, RowSum],
-    heard: Sequence[tuple[str, str]],
+    heard: Sequence[Slot],
     partners: Mapping[str, str],
     stopped: Divergence | None,
+    absences: Absences,
 ) -> Iterator[LayerComparison]:
     """The reference's layers in order; a layer of the candidate alone behind the one it follows."""
     followers: dict[str | None, list[LayerComparison]] = {}
     last: str | None = None
-    for name, kind in heard:
-        if partners.get(name) in sums:
-            last = partners[name]
+    known = {slot.name: slot.provenance for slot in heard}
+    for slot in heard:
+        if partners.get(slot.name) in sums:
+            last = partners[slot.name]
         else:
-            alone = missing_row(LayerPair(None, live_layer(name, kind), ""))
+            alone = missing_row(LayerPair(None, live_layer(slot.name, slot.type), ""), absences)
+            alone = replace(alone, candidate_provenance=slot.provenance)
             followers.setdefault(last, []).append(alone)
     yield from followers.get(None, ())
     listened = set(partners.values())
     for name in terms.reference.layers:
         total = sums.get(name)
         if total is None:
-            row = missing_row(LayerPair(terms.reference[name], None, ""))
+            row = missing_row(LayerPair(terms.reference[name], None, ""), absences)
             if stopped is not None and name in listened:
                 row = replace(row, note=f"{row.note}; the model was stopped at '{stopped.layer}'")
             yield row
             continue
         parts = (*total.parts(), *_gaps(terms.reference, name, total))
         left = terms.reference[name]
-        yield layer_row(left, live_layer(total.candidate, total.kind), total.matched_by, parts)
+        row = layer_row(left, live_layer(total.candidate, total.kind), total.matched_by, parts)
+        yield replace(row, candidate_provenance=known.get(total.candidate, "hook"))
         yield from followers.get(name, ())
 
 

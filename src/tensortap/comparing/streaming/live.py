@@ -12,7 +12,7 @@ from ...numerics import summarize
 from ...numerics.summary import Summary
 from ...recording.dtypes import dtype_name
 from ...recording.reader import Layer, Record
-from ...recording.schema import Port
+from ...recording.schema import Port, Provenance
 from ...taps.sink import Call, Held
 
 __all__ = ["LiveRecord", "live_layer", "live_record", "unstored"]
@@ -58,7 +58,7 @@ def live_record(call: Call, item: Held, rank: int) -> LiveRecord:
         assert held is not None
         known = summarize(held)
     return LiveRecord(
-        **_place(call.slot.name, call.slot.type, item.port, item.leaf, rank),
+        **_place(call.slot.name, call.slot.type, item.port, item.leaf, rank, call.slot.provenance),
         epoch=call.epoch,
         batch=call.batch,
         call=call.call,
@@ -90,7 +90,9 @@ def live_layer(name: str, kind: str, records: Sequence[Record] = ()) -> Layer:
     return Layer(name, None, kind, 0, tuple(records))
 
 
-def _place(layer: str, kind: str, port: Port, leaf: str, rank: int) -> dict[str, Any]:
+def _place(
+    layer: str, kind: str, port: Port, leaf: str, rank: int, provenance: Provenance = "hook"
+) -> dict[str, Any]:
     return {
         "layer": layer,
         "alias": None,
@@ -99,7 +101,7 @@ def _place(layer: str, kind: str, port: Port, leaf: str, rank: int) -> dict[str,
         "order": 0,
         "type": kind,
         "rank": rank,
-        "provenance": "hook",
+        "provenance": provenance,
         "_recording": _NOWHERE,
         "_segment": _NOWHERE,
         "_number": -1,

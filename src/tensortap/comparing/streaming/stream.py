@@ -69,7 +69,7 @@ class Stream:
         self._maps = [map] if isinstance(map, str) else list(map)
         self._preset, self._preset_rule = preset, preset_of(preset)
         self._partners: dict[str, tuple[str, str]] = {}
-        self._kinds: dict[str, str] = {}
+        self._slots: dict[str, Slot] = {}
         self._rows: dict[str, RowSum] = {}
         self._order: dict[str, None] = {}  # the candidate's layers as they are first heard
         self._moments: dict[str, dict[_Moment, list[Record]]] = {}
@@ -85,10 +85,10 @@ class Stream:
         self, candidate: Recording, slots: Sequence[Slot], layers: Collection[str], rank: int
     ) -> None:
         self._partners = pair_names(self._reference, candidate.path, slots, self._maps)
-        self._kinds = {slot.name: slot.type for slot in slots}
+        self._slots = {slot.name: slot for slot in slots}
         self._rank = rank
         paired = {ours for ours, _ in self._partners.values()}
-        self._unasked = frozenset(layers) - self._kinds.keys() - paired
+        self._unasked = frozenset(layers) - self._slots.keys() - paired
         asked = [name for name in self._reference.layers if name not in self._unasked]
         self._total = min(len(slots), len(asked))
         self.sure = len(paired) >= _FEW * self._total
@@ -118,7 +118,7 @@ class Stream:
             return frozenset()
         ours, how = partner
         if ours not in self._rows:
-            self._rows[ours] = RowSum(name, self._kinds[name], how)
+            self._rows[ours] = RowSum(name, self._slots[name].type, how)
         total = self._rows[ours]
         moment = (self._rank, call.epoch, call.batch, call.call)
         row = self._row(ours, how, call, asked)
@@ -142,7 +142,7 @@ class Stream:
             self._terms,
             candidate,
             self._rows,
-            [(name, self._kinds[name]) for name in self._order],
+            [self._slots[name] for name in self._order],
             {name: ours for name, (ours, _) in self._partners.items()},
             self._unasked,
             self.divergence if stopped else None,

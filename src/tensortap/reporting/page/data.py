@@ -14,6 +14,7 @@ import numpy as np
 from ...numerics.summary import COLUMNS
 from .. import text
 from ..bars import bars_of_summary, span
+from ..provenance import both_sides, sentence_of_both
 from .shell import short, words
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def _layer(row: LayerComparison) -> dict[str, Any]:
         origin=row.origin,
         input=row.input_verdict,
         matched=words(row.matched_by),
+        known=both_sides(row),
+        known_words=sentence_of_both(row),
         note=words(row.note),
         causes=[words(str(cause)) for cause in row.causes],
         main=next((n for n, part in enumerate(row.parts) if part is main), None),

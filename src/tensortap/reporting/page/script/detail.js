@@ -149,7 +149,7 @@ function detailOf(row) {
   if (hints.length) inside.append(el("ul", { class: "hints" }, ...hints.map((hint) => el("li", null, hint))));
   if (row.causes) inside.append(el("ul", { class: "causes", "aria-label": "What kind of error it is" }, ...row.causes.map((cause) => el("li", null, cause))));
   const facts = [typeOf(row) && "type " + typeOf(row) + (row.type && row.candidate_type && row.candidate_type !== row.type ? ` against ${row.candidate_type}` : ""),
-    row.candidate && `paired with ${row.candidate}`, row.matched && `matched by ${row.matched}`];
+    row.candidate && `paired with ${row.candidate}`, row.matched && `matched by ${row.matched}`, row.known_words];
   if (facts.some(Boolean)) inside.append(el("p", { class: "soft" }, facts.filter(Boolean).join(" · ")));
   if (!row.parts.length) inside.append(el("p", { class: "soft" }, "Nothing of this layer could be compared."));
   row.parts.forEach((part, at) => inside.append(partOf(row, part, at === row.main, at === row.main && part.why === why)));

@@ -35,6 +35,7 @@ const ALL_COLUMNS = [
   { ...worded("type", "type", "type of the layer", typeOf), wrap: true },
   { ...worded("candidate", "candidate layer", "the candidate's layer, where its name differs", (row) => row.candidate), mono: true },
   worded("matched", "matched by", "how the two layers were paired", (row) => row.matched),
+  worded("known", "name by", "how the layer's name is known, where it is not the module's own on both sides", (row) => row.known),
   { ...worded("transform", "transform", "what was done to make the shapes equal", (row) => main(row)?.transform), wrap: true },
   { ...worded("note", "note", "what else there is to say", (row) => row.note), wrap: true },
 ];
@@ -106,7 +107,7 @@ function earlier(count = CHUNK) {
 function passes(row) {
   if (state.verdicts.size && !state.verdicts.has(row.verdict)) return false;
   if (!state.words.length) return true;
-  row.text ??= [row.layer, row.candidate, row.type, row.candidate_type, row.verdict, row.origin, row.matched, row.note, main(row)?.grade, main(row)?.transform]
+  row.text ??= [row.layer, row.candidate, row.type, row.candidate_type, row.verdict, row.origin, row.matched, row.known, row.note, main(row)?.grade, main(row)?.transform]
     .filter(Boolean).join("\n").toLowerCase();
   return state.words.every((word) => row.text.includes(word));
 }
