@@ -237,7 +237,12 @@ def _plan(target: Target, settings: Settings, as_json: bool) -> None:
 
     with redirect_stdout(sys.stderr):
         plan = plan_target(
-            target, settings.layers, inputs=settings.inputs, outputs=settings.outputs
+            target,
+            settings.layers,
+            inputs=settings.inputs,
+            outputs=settings.outputs,
+            grads=settings.grads,
+            options=settings.compiled.options(),
         )
     if as_json:
         print_json(plan.to_dict(keep=settings.keep))

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..taps.plan import PlannedRow
 from . import text
 from .console import table
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..targets import PlannedRow, Target
+    from ..taps import Ports, Tap
+    from ..taps.programs.base import Options
+    from ..targets import Target
 
-__all__ = ["TargetPlan", "plan_table", "plan_target"]
+__all__ = ["CompiledRow", "TargetPlan", "plan_table", "plan_target"]
+
+
+@dataclass(frozen=True)
+class CompiledRow(PlannedRow):
+    """A layer of a compiled model: how its name is known, or why it cannot be recorded."""
+
+    provenance: str = "hook"
+    lost: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,15 @@ class TargetPlan:
             return len(self.rows) * each * 8
         return sum(row.nbytes or 0 for row in self.rows)
 
+    @property
+    def lost(self) -> tuple[str, ...]:
+        """The selected layers of a compiled model of which nothing is left."""
+        lost = [r.layer for r in self.rows if isinstance(r, CompiledRow) and r.lost is not None]
+        return tuple(dict.fromkeys(lost))
+
     def sentence(self, keep: str) -> str:
+        if any(isinstance(row, CompiledRow) for row in self.rows):
+            return self._compiled_sentence()
         layers = text.plural(len({row.layer for row in self.rows}), "layer")
         records = text.plural(len(self.rows), "record")
         one = self.nbytes(keep)
@@ -55,24 +74,45 @@ class TargetPlan:
             f"about {whole} for {self.batches} batches like the first"
         )
 
+    def _compiled_sentence(self) -> str:
+        """How many layers: how large they are, a compiled model shows only when it runs."""
+        lost = len(self.lost)
+        layers = text.plural(len({row.layer for row in self.rows}) - lost, "layer")
+        without = f", and {text.plural(lost, 'layer')} of which nothing is left" if lost else ""
+        return f"{layers}{without}; sizes are not known without running"
+
     def to_dict(self, keep: str) -> dict[str, Any]:
-        one = self.nbytes(keep)
+        known = not any(isinstance(row, CompiledRow) for row in self.rows)
+        one = self.nbytes(keep) if known else None
         return {
             "layers": [asdict(row) for row in self.rows],
             "batches": self.batches,
             "nbytes": one,
-            "nbytes_all": one * self.batches,
+            "nbytes_all": None if one is None else one * self.batches,
             "notes": list(self.notes),
         }
 
 
 def plan_target(
-    target: Target, layers: Sequence[str], *, inputs: bool, outputs: bool
+    target: Target,
+    layers: Sequence[str],
+    *,
+    inputs: bool,
+    outputs: bool,
+    grads: bool = False,
+    options: Options | None = None,
 ) -> TargetPlan:
     """Select the layers and find their shapes, without running."""
     from ..selection import select
+    from ..taps import Ports, choose_tap
+    from ..taps.eager import EagerTap
     from ..targets import shapes_without_running
 
+    wanted = list(layers) or "blocks"
+    ports = Ports(inputs=inputs, outputs=outputs, grads=grads)
+    tap = choose_tap(target.model, wanted, ports, default=not layers, options=options)
+    if not isinstance(tap, EagerTap):
+        return _compiled(tap, ports, len(target.batches))
     selection = select(target.model, list(layers) or "blocks", default_fallback=not layers)
     plan = shapes_without_running(
         target.model, target.batches[0], selection.layers, inputs, outputs, target.run
@@ -80,8 +120,22 @@ def plan_target(
     return TargetPlan(plan.rows, len(target.batches), (*selection.notes, *plan.notes))
 
 
+def _compiled(tap: Tap, ports: Ports, batches: int) -> TargetPlan:
+    lost: Mapping[str, str] = getattr(tap, "lost", {})
+    rows = tuple(
+        CompiledRow(
+            slot.name, slot.type, port, provenance=slot.provenance, lost=lost.get(slot.name)
+        )
+        for slot in tap.slots
+        for port in ports.names()
+    )
+    return TargetPlan(rows, batches, tuple(tap.notes))
+
+
 def plan_table(plan: TargetPlan) -> Table:
-    """A row a tensor of the first batch."""
+    """A row a tensor of the first batch; of a compiled model, a row a layer and port."""
+    if any(isinstance(row, CompiledRow) for row in plan.rows):
+        return _compiled_table(plan)
     rows = plan.rows
     leaves = any(row.leaf for row in rows)
     calls = any(row.call for row in rows)
@@ -99,4 +153,15 @@ def plan_table(plan: TargetPlan) -> Table:
             row.dtype or "?",
             text.size(row.nbytes) if row.nbytes is not None else "?",
         )
+    return result
+
+
+def _compiled_table(plan: TargetPlan) -> Table:
+    rows = [row for row in plan.rows if isinstance(row, CompiledRow)]
+    notes = [("recorded", "left")] if plan.lost else []
+    columns = [("layer", "left"), ("type", "left"), ("port", "left"), ("name known by", "left")]
+    result = table(*columns, *notes)
+    for row in rows:
+        told = [f"no: {row.lost}" if row.lost else "yes"] if notes else []
+        result.add_row(text.layer_name(row.layer), row.type, row.port, row.provenance, *told)
     return result
