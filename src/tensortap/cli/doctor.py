@@ -6,7 +6,19 @@ from typing import Any
 
 from .common import JsonOption, print_json, say
 
-_EXTRAS = {"plot": ("matplotlib",), "hf": ("transformers", "accelerate")}
+_EXTRAS = {
+    "plot": ("matplotlib",),
+    "hf": ("transformers", "accelerate"),
+    "onnx": ("onnx", "onnxruntime"),
+    "openvino": ("openvino",),
+}
+_PURPOSES = {
+    "plot": "pictures (plot)",
+    "hf": "checkpoints (hf:DIR)",
+    "onnx": "ONNX models (record model.onnx)",
+    "openvino": "OpenVINO models (record model.xml)",
+}
+_BESIDE = {"torchao": "quantised exported programs (record model.pt2)"}
 _PACKAGES = ("torch", "numpy", "safetensors", "rich", "typer")
 
 
@@ -18,23 +30,24 @@ def doctor(json: JsonOption = False) -> None:
         return
     numerics = facts["numerics"]
     for name, version in facts["versions"].items():
-        say(f"{name:<12} {version or 'not installed'}")
-    say(f"{'backend':<12} {numerics['backend']}: {numerics['why']}")
-    say(f"{'isa':<12} {numerics['isa'] or '-'}")
-    say(f"{'openmp':<12} {_yes(numerics['openmp'])}")
-    say(f"{'threads':<12} {numerics['threads']}")
-    say(f"{'layouts':<12} {', '.join(facts['layouts'])}")
+        say(f"{name:<14} {version or 'not installed'}")
+    say(f"{'backend':<14} {numerics['backend']}: {numerics['why']}")
+    say(f"{'isa':<14} {numerics['isa'] or '-'}")
+    say(f"{'openmp':<14} {_yes(numerics['openmp'])}")
+    say(f"{'threads':<14} {numerics['threads']}")
+    say(f"{'layouts':<14} {', '.join(facts['layouts'])}")
     for name, extra in facts["extras"].items():
+        what = ", ".join(f"{k} {v}" for k, v in extra["found"].items())
         if extra["missing"]:
-            missing = ", ".join(extra["missing"])
-            say(f"{'extra ' + name:<12} missing {missing}; install with: {extra['install']}")
-        else:
-            say(f"{'extra ' + name:<12} {', '.join(f'{k} {v}' for k, v in extra['found'].items())}")
+            what = f"missing {', '.join(extra['missing'])}; install with: {extra['install']}"
+        say(f"{'extra ' + name:<14} {what}; for {extra['purpose']}")
+    for name, beside in facts["beside"].items():
+        say(f"{name:<14} {beside['version'] or 'not installed'}; for {beside['purpose']}")
     devices = facts["cuda"]["devices"]
     for index, device in enumerate(devices):
-        say(f"{f'cuda:{index}':<12} {device['name']}, {device['memory_gib']:.0f} GiB")
+        say(f"{f'cuda:{index}':<14} {device['name']}, {device['memory_gib']:.0f} GiB")
     if not devices:
-        say(f"{'cuda':<12} no device")
+        say(f"{'cuda':<14} no device")
 
 
 def _examine() -> dict[str, Any]:
@@ -57,6 +70,10 @@ def _examine() -> dict[str, Any]:
         "numerics": backend.describe(),
         "layouts": layouts.names(),
         "extras": {name: _extra(name, packages) for name, packages in _EXTRAS.items()},
+        "beside": {
+            name: {"version": _version(name), "purpose": purpose}
+            for name, purpose in _BESIDE.items()
+        },
         "cuda": _cuda(),
     }
 
@@ -76,6 +93,7 @@ def _extra(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
         "found": found,
         "missing": [package for package in packages if package not in found],
         "install": f"pip install 'tensortap[{name}]'",
+        "purpose": _PURPOSES[name],
     }
 
 
