@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .numerics.difference import difference
     from .recording import Finding, Layer, Limits, Record, Recording, check, open
     from .taps import Recorder, TapWarning, record
+    from .taps.instrument import Instrumented, instrument
     from .targets import Target
 
 _HOMES = {
@@ -57,6 +58,7 @@ _HOMES = {
     "Difference": "numerics",
     "Finding": "recording",
     "Histogram": "numerics",
+    "Instrumented": "taps.instrument",
     "Layer": "recording",
     "LayerComparison": "comparing",
     "Limits": "recording",
@@ -82,6 +84,7 @@ _HOMES = {
     "compare_modes": "comparing",
     "difference": "numerics",
     "find_window": "comparing.streaming",
+    "instrument": "taps.instrument",
     "open": "recording",
     "record": "taps",
     "register_metric": "comparing",
@@ -100,6 +103,7 @@ __all__ = [
     "Difference",
     "Finding",
     "Histogram",
+    "Instrumented",
     "Layer",
     "LayerComparison",
     "Limits",
@@ -125,6 +129,7 @@ __all__ = [
     "compare_modes",
     "difference",
     "find_window",
+    "instrument",
     "open",
     "record",
     "register_metric",

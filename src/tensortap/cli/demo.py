@@ -39,7 +39,8 @@ def demo(
             "--output",
             "-o",
             metavar="DIR",
-            help="The folder, a recording a mode in it; runs/demo, or runs/train with --train.",
+            help="The folder, a recording a mode in it: runs/demo; runs/train with --train, models "
+            "with --export.",
         ),
     ] = None,
     train: Annotated[
@@ -50,6 +51,14 @@ def demo(
         MaybeInt,
         typer.Option("--break-at", metavar="STEP", help="Make a weight infinite at this step."),
     ] = None,
+    export: Annotated[
+        bool,
+        typer.Option(
+            "--export",
+            help="Write the model as compiled files instead: TorchScript, an exported program, "
+            "ONNX, OpenVINO; and its inputs.",
+        ),
+    ] = False,
     overwrite: OverwriteOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -57,6 +66,13 @@ def demo(
     from ..comparing.modes import compare_modes
     from ..recording.store import open_store
 
+    if train and export:
+        raise OptionError("--train and --export are two demos. Leave one of them out.")
+    if export:
+        from .demo_export import demo_export
+
+        demo_export(output, overwrite, json)
+        return
     if train:
         from .demo_train import demo_train
 
