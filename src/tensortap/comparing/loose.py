@@ -175,7 +175,7 @@ def _in_another_layout(
         return fitting[0], ""
     if fitting:
         return None, _undecided(port, len(fitting), 1)
-    if len(loose) == 1:
+    if len(loose) == len(free) == 1:
         other = next(iter(loose.values()))[0]
         what = f"{other.dtype} {list(other.shape)}, not {records[0].dtype} {list(records[0].shape)}"
         return None, f"the only value that {_way(port)} the compiled layer is {what}: it is another"

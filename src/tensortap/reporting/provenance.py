@@ -72,7 +72,7 @@ def _passed(checks: Sequence[Mapping[str, Any]]) -> list[str]:
     outputs = [item for item in checks if item.get("check") == "output"]
     if outputs:
         largest = max(float(item.get("largest") or 0.0) for item in outputs)
-        off = f"at most {text.number(largest, 3)} off" if largest else "identical"
+        off = f"at most {largest:.2g} off" if largest else "identical"
         said.append(f"output {off} with and without taps")
     linears = {item.get("layer") for item in checks if item.get("check") == "linear"}
     if linears:
