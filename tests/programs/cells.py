@@ -126,21 +126,37 @@ def _make_export(built: Built, folder: Path) -> Artefact:
 
 
 def _make_pt2e(built: Built, folder: Path) -> Artefact:
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-    from torchao.quantization.pt2e.quantizer.x86_inductor_quantizer import (
-        X86InductorQuantizer,
-        get_default_x86_inductor_quantization_config,
-    )
-
     _, args, kwargs = built
-    quantizer = X86InductorQuantizer()
-    quantizer.set_global(get_default_x86_inductor_quantization_config())
-    observed = prepare_pt2e(_exported(built).module(), quantizer)
-    observed(*args, **kwargs)
-    program = torch.export.export(convert_pt2e(observed), args, kwargs, strict=False)
+    try:
+        quantised = _quantised(built, _x86_quantizer())
+    except (AssertionError, ValueError):  # its patterns do not know every in-place residual
+        quantised = _quantised(built, _xnnpack_quantizer())
+    program = torch.export.export(quantised, args, kwargs, strict=False)
     path = folder / "int8.pt2"
     torch.export.save(program, path)
     return Artefact(path, inside=lambda: _computed_inside(program.module(), args, kwargs))
+
+
+def _quantised(built: Built, quantizer: Any) -> Any:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    observed = prepare_pt2e(_exported(built).module(), quantizer)
+    observed(*built[1], **built[2])
+    return convert_pt2e(observed)
+
+
+def _x86_quantizer() -> Any:
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    settings = x86.get_default_x86_inductor_quantization_config()
+    return x86.X86InductorQuantizer().set_global(settings)
+
+
+def _xnnpack_quantizer() -> Any:
+    from torchao.testing.pt2e import _xnnpack_quantizer as xnnpack
+
+    settings = xnnpack.get_symmetric_quantization_config()
+    return xnnpack.XNNPACKQuantizer().set_global(settings)
 
 
 def _computed_inside(
@@ -189,10 +205,14 @@ def _make_onnx(built: Built, folder: Path) -> Artefact:
 
 
 def _make_onnx_int8(built: Built, folder: Path) -> Artefact:
+    import onnx
     from onnxruntime.quantization import quantize_dynamic
 
     plain, path = _onnx(built, folder), folder / "int8.onnx"
-    quantize_dynamic(plain, path)
+    graph = onnx.load(plain)
+    del graph.graph.value_info[:]  # a quantised weight of the same name has another shape
+    onnx.save(graph, folder / "untyped.onnx")
+    quantize_dynamic(folder / "untyped.onnx", path)
     return Artefact(path, {"names_from": plain})
 
 

@@ -14,7 +14,8 @@ What is set so that every runtime takes a model at all, and why:
 - Mamba: `use_mambapy=False`, so that the slow path, plain torch, is what is traced.
 - `initializer_range=0.2`: with transformers' 0.02 a block adds next to nothing to the residual
   stream, and a block's input would pass for its output.
-- Tokens without a mask, since a mask of ones is dropped by `sdpa` when traced.
+- Decoders get a mask with padding: without one transformers looks for packed sequences
+  (`aten::diff`, which OpenVINO has not), and a mask of ones is dropped in eager mode alone.
 """
 
 from __future__ import annotations
@@ -245,6 +246,13 @@ def _decoder() -> dict[str, Any]:
     }
 
 
+def _padded() -> dict[str, Any]:
+    tokens = _tokens()
+    mask = torch.ones_like(tokens)
+    mask[1, -2:] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
 def _causal(kind: str, **settings: Any) -> nn.Module:
     import transformers
 
@@ -253,7 +261,7 @@ def _causal(kind: str, **settings: Any) -> nn.Module:
 
 
 def llama() -> Built:
-    return _causal("Llama", **_decoder()), (), {"input_ids": _tokens()}
+    return _causal("Llama", **_decoder()), (), _padded()
 
 
 def mamba() -> Built:
@@ -266,12 +274,12 @@ _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 def mixtral() -> Built:
     model = _causal("Mixtral", **_decoder(), **_EXPERTS, experts_implementation="batched_mm")
-    return model, (), {"input_ids": _tokens()}
+    return model, (), _padded()
 
 
 def minimax_m2() -> Built:
     model = _causal("MiniMaxM2", **_decoder(), **_EXPERTS, experts_implementation="batched_mm")
-    return model, (), {"input_ids": _tokens()}
+    return model, (), _padded()
 
 
 def bert() -> Built:
