@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from programs.models import MODELS
 from torch.utils._pytree import tree_map_only
 
 import tensortap as tap
+from programs.models import MODELS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -508,7 +508,7 @@ class Recorder:
             torch=torch.__version__,
             python=platform.python_version(),
             created=now(),
-            device=device_of(self.model) if isinstance(self.model, torch.nn.Module) else "cpu",
+            device=described.pop("device", None) or _device(self.model),
             mode=self._mode,
             seed=torch.initial_seed(),
             target=described,
@@ -537,6 +537,10 @@ def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
         raise OptionError(f"keep must be 'tensors', 'sketch' or 'summary', got {keep!r}.")
     if not isinstance(budget, int) or budget < 1 << 20:
         raise OptionError(f"budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
+
+
+def _device(model: Any) -> str:
+    return device_of(model) if isinstance(model, torch.nn.Module) else "cpu"
 
 
 def _layers_of(model: Any) -> list[str]:

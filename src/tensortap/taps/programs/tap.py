@@ -333,9 +333,12 @@ class _State:
         buffers = getattr(program, "buffers", None)
         self._kept = [] if buffers is None else [(b, b.detach().clone()) for b in buffers()]
         self._random = torch.get_rng_state()
+        self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def put_back(self) -> None:
         torch.set_rng_state(self._random)
+        if self._on_gpus:
+            torch.cuda.set_rng_state_all(self._on_gpus)
         with torch.no_grad():
             for buffer, kept in self._kept:
                 if not _same(buffer, kept):
