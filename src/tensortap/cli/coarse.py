@@ -44,6 +44,8 @@ def record_window(target: Target, path: str, settings: Settings, as_json: bool) 
             map=settings.maps,
             output=path,
             progress=advance,
+            accept_inferred=settings.compiled.accept_inferred,
+            self_check=settings.compiled.self_check,
         )
     if not window:
         return _nothing(window, as_json)

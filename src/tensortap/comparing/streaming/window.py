@@ -10,10 +10,12 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from ...errors import OptionError, TapError
 from ...recording.reader import Layer, Recording
@@ -100,12 +102,15 @@ def find_window(
     map: str | Sequence[str] = (),
     output: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int | None], None] | None = None,
+    accept_inferred: bool = False,
+    self_check: bool = True,
 ) -> Window:
     """Run a model once, and say between which layers it leaves its reference.
 
-    `model` is a `torch.nn.Module` with the `inputs` that the reference was recorded with, or a
-    Target. The reference holds tensors, sketches (`keep="sketch"`) or summaries; the less it
-    holds, the wider the window. The model is left as it was, and nothing is kept. `output` is
+    `model` is what `tap.record` takes, with the `inputs` that the reference was recorded with, or a
+    Target; of a compiled one `accept_inferred` and `self_check` say the same as there. The
+    reference holds tensors, sketches (`keep="sketch"`) or summaries; the less it holds, the wider
+    the window. The model is left as it was, and nothing is kept. `output` is
     where the window will be recorded: `command` writes to another folder.
     """
     if output is not None:
@@ -114,7 +119,14 @@ def find_window(
     reference = opened(against, False)
     maps = [map] if isinstance(map, str) else list(map)
     with tempfile.TemporaryDirectory(prefix="tensortap-coarse-") as folder:
-        candidate = _sketched(target, f"{folder}/run", layers, progress)
+        candidate = _sketched(
+            target,
+            f"{folder}/run",
+            layers,
+            progress,
+            accept_inferred=accept_inferred,
+            self_check=self_check,
+        )
         pairs = align(reference, candidate, maps=maps)
         beside = None if floor is None else opened(floor, False)
         taken = None if output is None else os.fspath(output)
@@ -139,20 +151,31 @@ def _sketched(
     path: str,
     layers: str | Sequence[str],
     progress: Callable[[int, int | None], None] | None,
+    **compiled: Any,
 ) -> Recording:
     """One run, of which a few values of every tensor are kept."""
     from ...taps import record
 
-    with unchanged(target.model), torch.no_grad():
+    live = isinstance(target.model, nn.Module)
+    with unchanged(target.model) if live else nullcontext(), torch.no_grad():
         recorder = record(
-            target.model, path, layers=layers, keep="sketch", mode=target.mode, strict=True
+            target.model,
+            path,
+            layers=layers,
+            keep="sketch",
+            mode=target.mode,
+            strict=True,
+            **compiled,
         )
         with recorder:
             for number, batch in enumerate(target.batches):
                 if progress is not None:
                     progress(number, len(target.batches))
                 try:
-                    target(batch)
+                    if live or target.run is not None:
+                        target(batch)
+                    else:
+                        recorder.run(*batch.args, **batch.kwargs)
                 except TapError:
                     raise
                 except Exception as error:  # whatever a user's model raises
