@@ -138,16 +138,19 @@ def _check_given(
     tokens = ["--prompt"] * bool(prompts) + ["--input-ids"] * (input_ids is not None)
     if not wrong and not tokens:
         return
-    named = " and ".join([*wrong, *tokens])
-    what = "changes nothing in it" if len([*wrong, *tokens]) == 1 else "change nothing in it"
+    named = [*wrong, *tokens]
     where = " Token ids go into a file: --inputs-from FILE." if tokens else ""
     raise OptionError(
-        f"'{spec}' is a compiled model, made before: {named} {what}. They are for functions that "
-        f"build a model, and for hf:DIR.{where}"
+        f"'{spec}' is a compiled model: {' and '.join(named)} cannot change it any more, and "
+        f"{'is' if len(named) == 1 else 'are'} for functions that build a model, and for hf:DIR."
+        f"{where}"
     )
 
 
 def _check_files(path: Path, options: Options) -> None:
+    graph = path.with_suffix(".xml")
+    if path.suffix == ".bin" and path.is_file() and graph.is_file():
+        raise TargetError(f"'{path}' holds the weights of '{graph}'. Name that one.")
     if path.is_file() and path.suffix.lower() in _WEIGHTS and options.runtime is None:
         raise TargetError(
             f"'{path}' holds weights and no model. Name a function that builds the model "

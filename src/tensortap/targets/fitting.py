@@ -40,15 +40,27 @@ class Takes:
         """As far as the model says so."""
         if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
             return _signature(model)
-        declared = model.arguments if isinstance(model, Program) else None
-        if declared is None:
+        if not isinstance(model, Program):
             return cls(more=True, more_by_position=True)
-        return cls(tuple(declared))
+        floats = [d for d in map(_dtype, model.describe().get("dtypes", ())) if _is_float(d)]
+        floating = floats[0] if len(floats) == 1 and floats[0] is not None else torch.float32
+        if model.arguments is None:
+            return cls(more=True, more_by_position=True, floating=floating)
+        return cls(tuple(model.arguments), floating=floating)
 
     def __str__(self) -> str:
         told = ", ".join(_told(argument) for argument in self.arguments[:12])
         more = ", …" if len(self.arguments) > 12 else ""
         return f"It takes {told}{more}." if told else "It takes nothing."
+
+
+def _dtype(name: object) -> torch.dtype | None:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _is_float(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point
 
 
 def _signature(model: nn.Module) -> Takes:

@@ -103,11 +103,10 @@ def _split(spec: str) -> tuple[str, str]:
     if path.suffix == ".py" and path.is_file():
         raise TargetError(f"Which function in {spec!r} builds the model? Write {spec}:FUNCTION.")
     if path.is_dir():
-        hint = (
-            f" It is a checkpoint: write hf:{spec}."
-            if (path / "config.json").is_file()
-            else "".join(f" Did you mean {str(file)!r}?" for file in models_in(path)[:1])
-        )
+        near = " or ".join(repr(str(file)) for file in models_in(path)[:3])
+        hint = f" Did you mean {near}?" if near else ""
+        if (path / "config.json").is_file():
+            hint = f" It is a checkpoint: write hf:{spec}."
         raise TargetError(f"{spec!r} is a folder, no target. Expected {_FORMS}.{hint}")
     if not colon or not place or not name:
         raise TargetError(f"{spec!r} is no target. Expected {_FORMS}.")
