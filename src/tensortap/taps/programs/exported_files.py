@@ -1,0 +1,118 @@
+"""The files of `torch.export`: told from others by the members of the archive, and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import TargetError
+
+__all__ = ["holds_aoti", "holds_export", "load_exported"]
+
+_MOST = 1 << 28  # bytes of the graph that are searched for the operators it needs
+
+
+def holds_aoti(path: Path) -> bool:
+    """Whether a file is a package of AOTInductor."""
+    return any("data/aotinductor/" in f"/{name}" for name in _members(path))
+
+
+def holds_export(path: Path) -> bool:
+    """Whether a file is an archive of `torch.export`, of today's form or an earlier one."""
+    names = _members(path)
+    return any(_is_graph(name) for name in names) and not holds_aoti(path)
+
+
+def load_exported(path: Path) -> Any:
+    """The exported program of a file."""
+    if not zipfile.is_zipfile(path):
+        raise TargetError(
+            f"'{path}' is no archive of torch.export: expected a zip file as torch.export.save "
+            "writes it. Save it again, or name the runtime with --runtime."
+        )
+    if not holds_export(path):
+        what = (
+            "is a package of AOTInductor, whose code holds no layers; open it with --runtime aoti"
+            if holds_aoti(path)
+            else "is a zip file, but holds no exported program (models/*.json)"
+        )
+        raise TargetError(f"'{path}' {what}.")
+    _register(path)
+    try:
+        with _quiet() as said:
+            return torch.export.load(path)
+    except Exception as error:
+        words = next((text for text in said if text), "") or str(error)
+        raise TargetError(
+            f"The exported program '{path}' cannot be loaded: {_first(words)} If it uses operators "
+            "or output classes of a library, import that library first (a target function may)."
+        ) from error
+
+
+def _members(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        return []
+
+
+def _is_graph(name: str) -> bool:
+    return bool(
+        re.search(r"(^|/)models/[^/]+\.json$", name)
+        or name.endswith("serialized_exported_program.json")
+    )
+
+
+def _register(path: Path) -> None:
+    """Make the operators and output classes known that a graph names, where they are installed."""
+    text = ""
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.infolist():
+            if _is_graph(item.filename) and item.file_size < _MOST:
+                text += archive.read(item).decode("utf-8", "replace")
+    if "quantized_decomposed" in text:
+        _attempt("torch.ao.quantization.fx._decomposed")
+    if "torchao" in text:
+        _attempt("torchao")
+    for name in sorted(set(re.findall(r"transformers(?:\.\w+)+", text))):
+        _attempt(name.rpartition(".")[0])
+    if "DynamicCache" in text:
+        _attempt("transformers.integrations.executorch")
+
+
+def _attempt(module: str) -> None:
+    with contextlib.suppress(Exception):
+        importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[str]]:
+    """Collect what torch logs about a file that it cannot read, instead of showing it."""
+    said: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("torch.export")
+    handler, before = Collect(), logger.propagate
+    others, logger.handlers = logger.handlers, [handler]
+    logger.propagate = False
+    try:
+        yield said
+    finally:
+        logger.handlers, logger.propagate = others, before
+
+
+def _first(text: str) -> str:
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "unknown error")
+    return line if line.endswith(".") else f"{line}."
