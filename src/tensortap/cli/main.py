@@ -17,6 +17,7 @@ from .demo import demo
 from .doctor import doctor
 from .export import export
 from .import_ import import_
+from .instrument import instrument
 from .plot import plot
 from .record import record
 from .replay import replay
@@ -47,6 +48,7 @@ for _name, _verb in (
     ("plot", plot),
     ("export", export),
     ("import", import_),
+    ("instrument", instrument),
     ("doctor", doctor),
     ("demo", demo),
 ):

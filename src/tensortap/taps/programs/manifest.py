@@ -136,14 +136,19 @@ def manifest_path(artefact: str | os.PathLike[str]) -> Path:
 
 
 def manifest_beside(artefact: str | os.PathLike[str]) -> Path | None:
-    """The manifest that lies beside an artefact; the parts of one model share theirs."""
+    """The manifest that lies beside an artefact; the parts of one model share theirs.
+
+    One that names other artefacts, such as `model.onnx` when this is `model.pt`, is not its own.
+    """
     path = Path(artefact)
     stem, dot, number = path.stem.rpartition(".")
     names = [path.stem, stem] if dot and number.isdecimal() else [path.stem]
     for name in names:
         found = path.with_name(name + SUFFIX)
         if found.is_file():
-            return found
+            parts = Manifest.load(found).parts
+            if not parts or path.name in [part.file for part in parts]:
+                return found
     return None
 
 

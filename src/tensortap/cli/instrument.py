@@ -1,0 +1,176 @@
+"""`tensortap instrument`: compile a model with taps in it, and its manifest beside it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import OptionError
+from .common import (
+    DONE,
+    UNHEALTHY,
+    JsonOption,
+    LayersOption,
+    MaybePath,
+    MaybeText,
+    OverwriteOption,
+    note,
+    print_json,
+    print_notes,
+    say,
+)
+from .targeting import (
+    DeviceOption,
+    DtypeOption,
+    InputIdsOption,
+    ModeOption,
+    PromptOption,
+    SamplesOption,
+    SeedOption,
+    SeqLenOption,
+    SetOption,
+    TargetArgument,
+    chosen_target,
+)
+
+if TYPE_CHECKING:
+    from ..taps.instrument_write import Written
+
+__all__ = ["instrument"]
+
+_SHOWN = 8
+
+
+def instrument(
+    target: TargetArgument,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The artefact; its manifest goes beside it."
+        ),
+    ],
+    to: Annotated[
+        MaybeText,
+        typer.Option(
+            "--to",
+            help="torchscript, pt2, onnx, openvino or aoti; without it the name of FILE decides.",
+        ),
+    ] = None,
+    layers: LayersOption = None,
+    split: Annotated[
+        int,
+        typer.Option(
+            "--split", metavar="N", help="N artefacts, each with taps on part of the layers."
+        ),
+    ] = 1,
+    manifest: Annotated[
+        MaybePath,
+        typer.Option(
+            "--manifest",
+            metavar="FILE",
+            help="The manifest's name, in the artefact's folder; else model.taps.json.",
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Run what was written once, and compare its taps."),
+    ] = True,
+    overwrite: OverwriteOption = False,
+    mode: ModeOption = None,
+    seq_len: SeqLenOption = None,
+    samples: SamplesOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    seed: SeedOption = None,
+    sets: SetOption = None,
+    prompts: PromptOption = None,
+    input_ids: InputIdsOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Compile a model that returns its layers' outputs too. Exit 1: it does not return the same."""
+    from ..taps import instrument_write as writing
+
+    if split < 1:
+        raise OptionError(f"--split is {split}, expected a whole number from 1.")
+    writing.format_of(output, to)
+    loaded = chosen_target(
+        target,
+        mode=mode,
+        seq_len=seq_len,
+        samples=samples,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        sets=sets,
+        prompts=prompts,
+        input_ids=input_ids,
+    )
+    batch = loaded.batches[0]
+    with redirect_stdout(sys.stderr):
+        written = writing.write(
+            loaded.model,
+            batch.args,
+            batch.kwargs,
+            output,
+            layers=layers or "blocks",
+            to=to,
+            split=split,
+            manifest_file=manifest,
+            overwrite=overwrite,
+        )
+        failed = writing.check(written, batch.args, batch.kwargs) if check else None
+    _report(written, failed, json)
+    return UNHEALTHY if failed else DONE
+
+
+def _report(written: Written, failed: list[str] | None, as_json: bool) -> None:
+    if as_json:
+        print_json(_facts(written, failed))
+    else:
+        say(_sentence(written))
+        if failed is not None and not failed:
+            say("Checked: its taps are the eager model's.")
+    print_notes(written.manifest.notes)
+    if failed:
+        shown = "; ".join(failed[:_SHOWN]) + ("; …" if len(failed) > _SHOWN else "")
+        note(
+            f"{len(failed)} of {len(written.manifest.entries)} taps are not what the eager model "
+            f"computes: {shown}."
+        )
+    if not as_json:
+        first = written.files[0] if len(written.files) == 1 else written.manifest_file
+        typer.echo(f"next: tensortap record {first} -o DIR --inputs-from FILE", err=True)
+
+
+def _sentence(written: Written) -> str:
+    from ..reporting.text import plural, size
+
+    manifest = written.manifest
+    where = str(written.files[0])
+    if len(written.files) > 1:
+        where = f"{len(written.files)} artefacts, {written.files[0]} the first"
+    return (
+        f"Wrote {where} ({written.format}): taps on {plural(len(manifest.layers), 'layer')}, "
+        f"{plural(len(manifest.entries), 'tensor')}, {size(written.nbytes)} a run. "
+        f"Manifest: {written.manifest_file}"
+    )
+
+
+def _facts(written: Written, failed: list[str] | None) -> dict[str, Any]:
+    manifest = written.manifest
+    return {
+        "files": [str(file) for file in written.files],
+        "manifest": str(written.manifest_file),
+        "format": written.format,
+        "layers": len(manifest.layers),
+        "tensors": len(manifest.entries),
+        "nbytes": written.nbytes,
+        "checked": failed is not None,
+        "same": None if failed is None else not failed,
+        "failed": failed or [],
+        "notes": list(manifest.notes),
+    }
