@@ -247,7 +247,7 @@ class Recorder:
         manifest = self._manifest()
         if self._judge is not None:
             candidate = reader.Recording(open_store(self.path), manifest, [], [])
-            self._judge.begin(candidate, self.tap.slots, _layers_of(self.model), rank())
+            self._judge.begin(candidate, self.tap.slots, self._all_layers(), rank())
             if self._stop and not self._judge.sure:
                 self._stop = False
                 self.tap.notes.append(
@@ -310,6 +310,13 @@ class Recorder:
         if self._judge is not None and self._answer is None:
             self._conclude(self._judge)
         self._report()
+
+    def _all_layers(self) -> list[str]:
+        """Every layer that the model has, as they are named in recordings."""
+        known: list[str] | None = getattr(self.tap, "names", None)
+        if known is not None or not isinstance(self.model, torch.nn.Module):
+            return known or []
+        return [name.replace("_orig_mod.", "") for name, _ in self.model.named_modules()]
 
     def _about_judging(self) -> dict[str, Any]:
         """What the manifest says of the run that this one was compared with."""
@@ -541,10 +548,3 @@ def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
 
 def _device(model: Any) -> str:
     return device_of(model) if isinstance(model, torch.nn.Module) else "cpu"
-
-
-def _layers_of(model: Any) -> list[str]:
-    """Every layer that a model has, as they are named in recordings."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    return [name.replace("_orig_mod.", "") for name, _ in model.named_modules()]

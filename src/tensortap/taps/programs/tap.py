@@ -146,6 +146,11 @@ class ProgramTap:
         self._undo = self.program.divert(self.call)
 
     @property
+    def names(self) -> list[str]:
+        """Every layer that the program has, selected or not."""
+        return [joined(self.prefix, place.name) for place in self.program.places]
+
+    @property
     def lost(self) -> dict[str, str]:
         """Why selected layers are not recorded, by their names."""
         return {joined(self.prefix, name): why for name, why in self._lost.items()}
