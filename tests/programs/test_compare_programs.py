@@ -533,3 +533,11 @@ def test_self_checks_that_passed_are_one_line(write: Write) -> None:
     assert "output at most 2e-06 off with" in CliRunner().invoke(app, ["show", str(off_by)]).output
     manifest = json.loads((path / "recording.json").read_text())
     validate(manifest, "recording")
+
+
+def test_what_a_compiled_model_cannot_say_is_no_difference(write: Write) -> None:
+    said = {"class": "models.Net", "training": False, "config": {"width": 3}, "parameters": 7}
+    eager = write([("a", "", OUT)], target=said)
+    compiled = write([("a", "", OUT)], "scope", target={"class": "Net", "parameters": 8})
+    found = {d.name: (d.reference, d.candidate) for d in tap.compare(eager, compiled).environment}
+    assert found == {"runtime": ("eager", "torchscript"), "target.parameters": ("7", "8")}

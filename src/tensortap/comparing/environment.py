@@ -28,11 +28,11 @@ def environment_differences(
 ) -> tuple[tuple[EnvironmentDifference, ...], tuple[tuple[str, str], ...]]:
     """What differs (versions, device, dtypes, config, seed, inputs, settings), and the rest."""
     left, right = _facts(reference.manifest), _facts(candidate.manifest)
-    if any(run.manifest.target.get("runtime") for run in (reference, candidate)):
-        left, right = (
-            {"runtime": runtime_of(run), **facts}
-            for run, facts in ((reference, left), (candidate, right))
-        )
+    runtimes = [runtime_of(run) for run in (reference, candidate)]
+    if runtimes != ["eager", "eager"]:
+        left, right = {"runtime": runtimes[0], **left}, {"runtime": runtimes[1], **right}
+    if runtimes[0] != runtimes[1]:
+        left, right = _said_by_both(left, right), _said_by_both(right, left)
     names = [*left, *(name for name in right if name not in left)]
     differing = [n for n in names if left.get(n, _MISSING) != right.get(n, _MISSING)]
     return (
@@ -65,6 +65,14 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     if manifest.selection.get("keep") is not None:
         facts["keep"] = manifest.selection["keep"]
     return facts
+
+
+def _said_by_both(facts: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """Without what the other says nothing of: a compiled model has no config, and no modules."""
+    found = {k: v for k, v in facts.items() if k in others or not k.startswith("target.")}
+    if isinstance(found.get("target.class"), str):
+        found["target.class"] = found["target.class"].rpartition(".")[2]
+    return found
 
 
 def _seed(seed: int | None) -> int | str:
