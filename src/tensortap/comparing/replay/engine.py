@@ -67,9 +67,10 @@ def replay(
     recorded = find_layer(recording, layer)
     target = _target(model, inputs)
     net = model.model if isinstance(model, Target) else model
-    if not isinstance(net, nn.Module):
+    if not isinstance(net, nn.Module) or isinstance(net, torch.jit.ScriptModule):
         raise OptionError(
-            f"A replay needs a torch.nn.Module whose layers can be called, got {type(net)}."
+            f"A replay calls single layers, which a {type(net).__name__} does not let us do: it "
+            "needs the eager torch.nn.Module."
         )
     site = live_layer(net, recorded.name)
     calls, left = recorded_calls(recording, recorded, epoch=epoch, batch=batch, call=call)
