@@ -29,6 +29,7 @@ class Pick:
     node: str
     anchor: str
     before: bool = False
+    copy: int = 0  # tells apart copies of the same that are to be outputs of their own
 
 
 @dataclass(frozen=True)
