@@ -35,9 +35,9 @@ class TorchScriptKind:
     def program(self, model: Any, options: Options) -> Program:
         module, file = opened(model)
         if isinstance(module, torch.jit.ScriptFunction):
-            from .torchscript_ops import FunctionProgram
+            from .torchscript_ops import function_program
 
-            return FunctionProgram(module, file)
+            return function_program(module, file)
         if is_frozen(module):
             from .torchscript_frozen import frozen_program
 

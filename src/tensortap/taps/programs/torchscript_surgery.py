@@ -21,7 +21,19 @@ import torch
 from .torchscript_copies import append, copy_of, holds_tensors, list_of_any
 from .torchscript_tree import Node, Tree
 
-__all__ = ["Linear", "Passage", "Site", "Surgeon", "is_traced", "nodes_of", "origin"]
+__all__ = [
+    "UNUSED",
+    "Linear",
+    "Owner",
+    "Passage",
+    "Site",
+    "Surgeon",
+    "by_age",
+    "elements",
+    "is_traced",
+    "nodes_of",
+    "origin",
+]
 
 # What may hand its first input on unchanged. Of the last two that is sure.
 _PASSING = ("aten::to", "aten::contiguous", "aten::dropout", "aten::dropout_")
@@ -201,8 +213,8 @@ class Surgeon:
             else:
                 append(graph, taps, self._site(Site(layer, "exit")), [copy])
             return
-        values = _elements(results[0])
-        order = _by_age(graph, values)
+        values = elements(results[0])
+        order = by_age(graph, values)
         known = {value.unique() for value in inputs}
         flags: list[Any] = []
         numbers: list[tuple[int, ...] | None] = []
@@ -318,7 +330,7 @@ def origin(value: Any) -> Any:
         value = made.inputsAt(value.offset())
 
 
-def _elements(result: Any) -> list[Any]:
+def elements(result: Any) -> list[Any]:
     """What a traced method returns, one by one."""
     node = result.node()
     if result.type().kind() == "TupleType" and node.kind() == "prim::TupleConstruct":
@@ -326,7 +338,7 @@ def _elements(result: Any) -> list[Any]:
     return [result]
 
 
-def _by_age(graph: Any, values: list[Any]) -> tuple[int, ...]:
+def by_age(graph: Any, values: list[Any]) -> tuple[int, ...]:
     """The positions of values, what was made last first."""
     rank: dict[int, int] = {}
     for node in nodes_of(graph):

@@ -58,15 +58,15 @@ def _safetensors(path: Path, files: list[Path]) -> Checkpoint:
 
     shapes: dict[str, tuple[int, ...]] = {}
     homes: dict[str, tuple[Path, str]] = {}
-    for file in files:
-        try:
+    try:
+        for file in files:
             with safe_open(str(file), framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
                     name = _cleaned(key)
                     shapes[name] = tuple(opened.get_slice(key).get_shape())
                     homes[name] = (file, key)
-        except (SafetensorError, OSError) as error:
-            raise OptionError(f"The checkpoint '{file}' cannot be read: {error}.") from error
+    except (SafetensorError, OSError) as error:
+        raise OptionError(f"The checkpoint '{path}' cannot be read: {error}.") from error
 
     def read(name: str) -> torch.Tensor:
         file, key = homes[name]
