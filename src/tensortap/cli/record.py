@@ -27,6 +27,7 @@ from .recorded import report, report_against
 from .running import Settings, run_target
 from .targeting import (
     AcceptInferredOption,
+    AnyTargetArgument,
     Compiled,
     CustomOpsOption,
     DeviceOption,
@@ -43,7 +44,6 @@ from .targeting import (
     SelfCheckOption,
     SeqLenOption,
     SetOption,
-    TargetArgument,
     WeightsOption,
     chosen_target,
     command_of,
@@ -56,7 +56,7 @@ _KEEP = ("tensors", "sketch", "summary")
 
 
 def record(
-    target: TargetArgument,
+    target: AnyTargetArgument,
     output: Annotated[
         MaybeText,
         typer.Option("--output", "-o", metavar="DIR", help="The recording's folder or URL."),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceptInferredOption",
+    "AnyTargetArgument",
     "Compiled",
     "CustomOpsOption",
     "DeviceOption",
@@ -45,6 +46,10 @@ __all__ = [
 _GIVEN = "given to the target's function"
 
 TargetArgument = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="file.py:function, package.module:function or hf:DIR."),
+]
+AnyTargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
@@ -186,15 +191,16 @@ def chosen_target(
 ) -> Target:
     """The target with the options that were given; what it prints goes to stderr, as its notes.
 
-    Without `compiled`, a verb runs single layers, which a compiled model does not let it do.
+    Without `compiled`, a verb calls single layers, which a compiled model does not let it do.
     """
     from ..targets import load_target
     from ..targets.artefacts import is_artefact
 
     if compiled is None and is_artefact(spec):
         raise OptionError(
-            f"'{spec}' is a compiled model: its layers cannot be run one by one, nor given other "
-            "inputs. Name the function that builds the eager model, as file.py:function, or hf:DIR."
+            f"'{spec}' is a compiled model. This command calls layers one by one, or compiles them "
+            "anew, and needs the eager model: name the function that builds it, as "
+            "file.py:function, or hf:DIR."
         )
 
     if seed is not None:
