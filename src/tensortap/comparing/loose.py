@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ..recording.reader import Record
 from .sketch import EXACT, content_errors
 
-__all__ = ["DROPPED", "Choice", "LooseLeaves", "is_loose", "plain_leaf"]
+__all__ = ["DROPPED", "PASSED_ON", "Choice", "LooseLeaves", "is_loose", "plain_leaf"]
 
 Leaves = Mapping[str, Sequence[Record]]
 Fits = Callable[[Sequence[Record], Sequence[Record]], bool]
@@ -23,6 +23,7 @@ _Moment = tuple[int, int, int, int]
 DROPPED = (
     "the compiled model kept no value of this leaf: nothing reads it, so the compiler dropped it"
 )
+PASSED_ON = "it is what the layer was given, and no value of its own in the compiled model"
 _UNREAD = "no value that the compiled layer reads is this one"
 _CLOSE = 0.1  # of the spread: beyond, the values prove nothing
 _CLEAR = 3.0  # times the best: nearer, and two values are too alike to tell

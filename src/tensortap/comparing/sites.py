@@ -15,7 +15,7 @@ import numpy as np
 from ..recording.reader import Layer, Record, Recording
 from .absent import runtime_of, skipped_of
 from .align import LayerPair
-from .loose import LooseLeaves, is_loose, plain_leaf
+from .loose import DROPPED, PASSED_ON, LooseLeaves, is_loose, plain_leaf
 from .moments import Arrangement, MomentPair, by_moment, by_samples, in_words
 from .sketch import EXACT, NONE, Agreement, compare_values, sample
 from .transforms import Transform, layouts, reorderings
@@ -146,6 +146,7 @@ class SitePairer:
         assert pair.reference is not None and pair.candidate is not None
         name, flipped = pair.reference.name, sides == (True, False)
         known, loose = (right, left) if flipped else (left, right)
+        knowing = pair.candidate if flipped else pair.reference
 
         def site(ours: Sequence[Record], theirs: Sequence[Record]) -> SitePair:
             both = (theirs, ours) if flipped else (ours, theirs)
@@ -170,7 +171,10 @@ class SitePairer:
                 result.append(replace(made, port=port, leaf=ours, candidate_leaf=theirs))
                 continue
             side = "reference" if flipped else "candidate"
-            result.append(self._missing(pair, port, leaf, side, choice.reasons[leaf]))
+            reason = choice.reasons[leaf]
+            if reason == DROPPED and _was_given(knowing, records):
+                reason = PASSED_ON
+            result.append(self._missing(pair, port, leaf, side, reason))
         if all(sides) and choice.partners:
             return [site for site in result if not site.missing]  # of both, some left by the way
         return result
@@ -425,6 +429,12 @@ def _lists(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
 
 def _when(pair: MomentPair) -> str:
     return in_words(pair.epoch, pair.batch, pair.call)
+
+
+def _was_given(layer: Layer, records: Sequence[Record]) -> bool:
+    """Whether a leaf of what a layer returns is what it was given, as far as that was recorded."""
+    given = {(r.epoch, r.batch, r.call, r.tensor_id) for r in layer.port("input") if r.stored}
+    return bool(given) and all((r.epoch, r.batch, r.call, r.tensor_id) in given for r in records)
 
 
 def _first(leaves: _Leaves) -> _Leaves:
