@@ -23,7 +23,7 @@ UNUSED = "nothing reads what it returns, so the compiler dropped it"
 FOLDED = "the layer behind it was folded into it, and its own value is gone"
 CONSTANT = "it makes constants and shapes alone, which the graph holds as such"
 LOOPED = "it runs inside a loop of the graph, whose values cannot be told call by call"
-OWNER = "it was folded into another layer, or lost its name to an optimiser or quantiser"
+OWNER = "it was folded into another layer, lost its name to an optimiser, or nothing reads it"
 STRIPPED = "nodes beside it bear no names: its end cannot be told"
 REWRITTEN = "an optimiser rewrote the nodes behind it"
 FUSED = "a fused operator reads its value, and may hold its last part"
@@ -231,7 +231,7 @@ class _Reading:
             if self._is_folded(values[0], call, layers):
                 continue
             why = self.doubts.get(call) or self._why_unsure(values, call)
-            if why:
+            if why and not self._is_one_operation(values, nodes, path):
                 layers.doubts.setdefault(path, why)
             last = max(node.index for node in nodes)
             order = (*depth, last, -path.count("."), number)
@@ -240,6 +240,11 @@ class _Reading:
                     path, values, self.entering.get(call, ()), order, self.block.chain, tuple(nodes)
                 )
             )
+
+    def _is_one_operation(self, values: tuple[str, ...], nodes: Sequence[Node], path: str) -> bool:
+        """Whether a call is one of torch's own leaves, with all that was traced of it."""
+        units = {self.scopes.units.get(node) for node in nodes}
+        return path in self.scopes.leaves and units == {values[0]} and len(values) == 1
 
     def _outside_readers(self, name: str, call: ModuleCall) -> list[Node]:
         return [node for node in self._reading(name) if call not in self._calls(node)]
@@ -266,7 +271,7 @@ class _Reading:
         if self.scopes.style == "metadata" and _PARTIAL.match(main) and main not in self.results:
             return REWRITTEN
         for node in self._outside_readers(main, call):
-            if node in self.scopes.rewritten and main not in self.scopes.reads.get(node, ()):
+            if self._is_rewritten(node, main) and not self._is_anothers(node, call[0]):
                 return REWRITTEN
             if self._is_fused(node):
                 return FUSED
@@ -275,6 +280,16 @@ class _Reading:
                     REWRITTEN  # two transposes in a row were made one, and bear the second's name
                 )
         return None
+
+    def _is_rewritten(self, node: Node, name: str) -> bool:
+        """Whether a node was made of several, and the first did not read this value."""
+        return node in self.scopes.rewritten and name not in self.scopes.reads.get(node, ())
+
+    def _is_anothers(self, node: Node, path: str) -> bool:
+        """Whether the first part of a node made of several reads a weight of another layer."""
+        folded = "FuseBatchNorm" in node.metadata.get("pkg.onnxscript.rewriter.rule_name", "")
+        weights = [name for name in self.block.weights_of(node) if "." in name]
+        return folded and bool(weights) and not any(n.startswith(f"{path}.") for n in weights)
 
     def _is_fused(self, node: Node) -> bool:
         """Whether an optimiser made a node of several, of which the first may be another's."""

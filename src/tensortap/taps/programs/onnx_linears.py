@@ -88,6 +88,8 @@ def _product(call: Call, block: Block, tensors: Mapping[str, Any]) -> _Product |
         if last.op != "Add" or first.outputs[0] not in last.inputs:
             return None
         bias = next((name for name in last.inputs if name != first.outputs[0]), None)
+        while bias in block.maker and block.maker[bias].op == "Identity":
+            bias = block.maker[bias].inputs[0]  # equal weights were made one
         if bias is None or not _is_bias(bias, tensors):
             return None
     return _Product(found[0], found[1], bias, first.inputs[0])

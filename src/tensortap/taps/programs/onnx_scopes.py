@@ -10,6 +10,7 @@ module's own name.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ class Scopes:
     types: dict[str, str] = field(default_factory=dict)
     reads: dict[Node, frozenset[str]] = field(default_factory=dict)
     rewritten: set[Node] = field(default_factory=set)
+    units: dict[Node, str] = field(default_factory=dict)  # the traced operation it belongs to
+    leaves: set[str] = field(default_factory=set)  # modules of torch's own, of one operation each
     doubts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -76,6 +79,9 @@ def _from_metadata(blocks: Sequence[Block]) -> Scopes:
         for node, mark in marks.items():
             for path, name in zip(mark.paths, mark.classes, strict=False):
                 scopes.types.setdefault(path, name.rsplit(".", 1)[-1])
+                if _LEAF_HOMES.match(name):
+                    scopes.leaves.add(path)
+            scopes.units[node] = mark.unit
             found = re.findall(r"%([\w.]+)", node.metadata.get(_FX, ""))
             if found:
                 scopes.reads[node] = frozenset(found[1:])
@@ -122,7 +128,7 @@ def _number_calls(block: Block, marks: dict[Node, _Mark], scopes: Scopes) -> Non
             runs[path][-1].append(node)
         if block.computes(node):
             now = mark.paths
-        numbers[node] = {path: max(len(runs[path]) - 1, 0) for path in mark.paths}
+        numbers[node] = {path: max(len(runs.get(path, ())) - 1, 0) for path in mark.paths}
     for path, found in runs.items():
         if path == "":
             merged = [node for run in found for node in run]
@@ -203,40 +209,109 @@ def _turns(signature: list[Any]) -> int:
 
 
 # The TorchScript exporter.
+#
+# A node's name holds the modules around it; of these the innermost alone bears a number when it is
+# called again: `/block/lin_1/Gemm` and `/block_1/Add` are of the second call of `block`.
 
 _Tag = tuple[str, ...]
 
 
 def _from_names(blocks: Sequence[Block]) -> Scopes:
-    scopes = Scopes("names")
-    tags: dict[Node, _Tag] = {}
-    members: dict[_Tag, list[tuple[Block, Node]]] = defaultdict(list)
-    for block in blocks:
-        for node in block.nodes:
-            tag = _tag(node)
-            if tag is None:
-                continue
-            tags[node] = tag
-            if block.computes(node):
-                for depth in range(1, len(tag) + 1):
-                    members[tag[:depth]].append((block, node))
-    if not any(len(tag) for tag in tags.values()):
-        return Scopes("none")
-    signs = {tag: _sign(tag, found, tags) for tag, found in members.items()}
-    base = {tag: _base(tag, signs, members, scopes) for tag in sorted(members, key=len)}
-    numbers: dict[_Tag, ModuleCall] = {}
-    by_path: dict[str, list[tuple[tuple[int, ...], _Tag]]] = defaultdict(list)
-    for tag in members:
-        parts = [base[tag[:depth]] for depth in range(1, len(tag) + 1)]
-        path = ".".join(name for name, _ in parts)
-        by_path[path].append((tuple(number for _, number in parts), tag))
-    for path, found in by_path.items():
-        for number, (_, tag) in enumerate(sorted(found)):
-            numbers[tag] = (path, number)
-    for node, tag in tags.items():
-        prefixes = (tag[:depth] for depth in range(1, len(tag) + 1))
-        scopes.calls[node] = tuple(numbers[prefix] for prefix in prefixes if prefix in numbers)
-    return scopes
+    names = _Names(blocks)
+    return names.scopes if names.direct else Scopes("none")
+
+
+class _Names:
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.scopes = Scopes("names")
+        self.tags: dict[Node, _Tag] = {}
+        self.direct: dict[_Tag, list[tuple[Block, Node]]] = defaultdict(list)
+        for block in blocks:
+            for node in block.nodes:
+                tag = _tag(node)
+                if tag is not None:
+                    self.tags[node] = tag
+                    if tag and block.computes(node):
+                        self.direct[tag].append((block, node))
+        weights = {name for block in blocks for name in block.constants}
+        self.named = {name for name in weights if "::" not in name and "." in name}
+        self.around = {tag[:depth] for tag in self.tags.values() for depth in range(1, len(tag))}
+        self.base = {tag: self._base(tag) for tag in self.direct}
+        self.counts: Counter[_Tag] = Counter(module for module, _ in self.base.values())
+        modules = {*self.counts, *(m[:n] for m in self.counts for n in range(1, len(m)))}
+        self.paths = {module: self._path(module) for module in sorted(modules, key=len)}
+        self.per_call = {module: self._per_call(module) for module in modules}
+        for node, tag in self.tags.items():
+            self.scopes.calls[node] = self._calls(tag)
+
+    def _base(self, tag: _Tag) -> tuple[_Tag, int]:
+        """(the module, the number of its call) of a tag: `act_1` may be `act` once more."""
+        match = re.match(r"(.+)_([1-9]\d*)\Z", tag[-1])
+        first = (*tag[:-1], match[1]) if match else tag
+        if match is None or first not in self.direct or tag in self.around:
+            return tag, 0
+        weights, theirs = self._weights(tag), self._weights(first)
+        if any(name.startswith(".".join(tag) + ".") for name in weights):
+            if weights & theirs:
+                self._doubt((tag,), MIXED)
+            return tag, 0
+        if weights and not weights & theirs:
+            return tag, 0
+        others = [(*tag[:-1], f"{match[1]}_{index}") for index in range(1, int(match[2]))]
+        same = [self._sign(other) == self._sign(first) for other in (tag, *others)]
+        if not all(same):
+            self._doubt((first, tag), MIXED)
+            return tag, 0
+        if not weights:
+            self.scopes.notes.append(
+                f"'{'.'.join(tag)}' is taken for call {match[2]} of '{'.'.join(first)}': so the "
+                "TorchScript exporter writes a second call."
+            )
+        return first, int(match[2])
+
+    def _weights(self, tag: _Tag) -> frozenset[str]:
+        return frozenset().union(*(block.weights_of(node) for block, node in self.direct[tag]))
+
+    def _sign(self, tag: _Tag) -> Counter[tuple[Any, ...]]:
+        return Counter(
+            (node.op, tuple(sorted(block.weights_of(node))))
+            for block, node in self.direct.get(tag, ())
+        )
+
+    def _path(self, module: _Tag) -> str:
+        """The dotted name: below a Sequential `net`, a part is called `net.0`, not `0`."""
+        path = module[0]
+        for index in range(1, len(module)):
+            before, part = module[index - 1], module[index]
+            repeated = part.startswith(f"{before}.") and not any(
+                name.startswith(f"{path}.{before}.") for name in self.named
+            )
+            path = path + part[len(before) :] if repeated else f"{path}.{part}"
+        return path
+
+    def _per_call(self, module: _Tag) -> dict[_Tag, int]:
+        """How often each module below is called in one call of this one."""
+        below = [other for other in self.counts if other[: len(module)] == module != other]
+        counts = [self.counts[other] for other in below]
+        calls = self.counts[module] if module in self.counts else math.gcd(*counts)
+        if module not in self.counts and min(counts) > 1:
+            self._doubt((module,), TWICE)
+        if any(count % calls for count in counts):
+            self._doubt((module,), TWICE)
+            calls = 1
+        return {other: max(self.counts[other] // calls, 1) for other in below}
+
+    def _calls(self, tag: _Tag) -> tuple[ModuleCall, ...]:
+        if tag not in self.base:  # shapes and constants
+            return ()
+        module, number = self.base[tag]
+        outer = [module[:depth] for depth in range(1, len(module))]
+        found = [(self.paths[m], number // self.per_call[m][module]) for m in outer]
+        return (*found, (self.paths[module], number))
+
+    def _doubt(self, tags: Sequence[_Tag], why: str) -> None:
+        for tag in tags:
+            self.scopes.doubts[self._path(tag)] = why
 
 
 def _tag(node: Node) -> _Tag | None:
@@ -251,43 +326,3 @@ def _tag(node: Node) -> _Tag | None:
 
 def _parts(path: str | None) -> _Tag:
     return tuple(path.split("/")) if path else ()
-
-
-def _sign(
-    tag: _Tag, members: list[tuple[Block, Node]], tags: dict[Node, _Tag]
-) -> Counter[tuple[Any, ...]]:
-    return Counter(
-        (tags[node][len(tag) :], node.op, tuple(sorted(block.weights_of(node))))
-        for block, node in members
-    )
-
-
-def _base(
-    tag: _Tag,
-    signs: dict[_Tag, Counter[tuple[Any, ...]]],
-    members: dict[_Tag, list[tuple[Block, Node]]],
-    scopes: Scopes,
-) -> tuple[str, int]:
-    """(the last part's own name, the number of the call): `act_1` may be `act` once more."""
-    match = re.match(r"(.+)_(\d+)\Z", tag[-1])
-    if match is None or int(match[2]) == 0:
-        return tag[-1], 0
-    name, number = match[1], int(match[2])
-    first = (*tag[:-1], name)
-    if first not in signs:
-        return tag[-1], 0
-    named = ".".join(tag) + "."
-    weights = frozenset().union(*(block.weights_of(node) for block, node in members[tag]))
-    own = any(weight.startswith(named) for weight in weights)
-    others = [(*tag[:-1], f"{name}_{index}") for index in range(1, number)]
-    same = signs[tag] == signs[first] and not own
-    if same and all(signs.get(other) == signs[first] for other in others):
-        if not weights:
-            scopes.notes.append(
-                f"'{'.'.join(tag)}' is taken for call {number} of '{'.'.join(first)}': the "
-                "TorchScript exporter writes a second call of a layer so."
-            )
-        return name, number
-    if same or not signs[first] - signs[tag]:
-        scopes.doubts[".".join(tag)] = MIXED
-    return tag[-1], 0
