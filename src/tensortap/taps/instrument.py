@@ -35,6 +35,8 @@ from .programs.manifest import Entry, Manifest, OutputLeaf
 
 __all__ = ["Instrumented", "instrument"]
 
+_ROOT = "The root has no tap: what it returns is the output itself."
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -161,12 +163,10 @@ class Instrumented(nn.Module):
                 f"{len(scripted)} selected layers are TorchScript, which takes no hooks, and have "
                 f"no taps: {', '.join(map(repr, scripted[:4]))}."
             )
-        if len(kept) + len(scripted) < len(layers):
-            notes.append("The root has no tap: what it returns is the output itself.")
         if not kept:
             raise OptionError(
                 f"None of the selected layers of {type(self.model).__name__} can have a tap. "
-                f"{' '.join(notes)} Select others, such as 'leaves'."
+                f"{' '.join(notes or [_ROOT])} Select others, such as 'leaves'."
             )
         fused = find_fused(self.model)
         inside = [layer.name for layer in kept if id(layer.module) in fused]
@@ -176,6 +176,8 @@ class Instrumented(nn.Module):
                 f"({', '.join(map(repr, inside[:4]))}), which leaves its fused path while it has "
                 "taps: the last bits may differ from the model's without them."
             )
+        if len(kept) + len(scripted) < len(layers):
+            notes.append(_ROOT)
         self.notes = (*self.notes, *notes)
         return kept
 
@@ -198,7 +200,11 @@ class Instrumented(nn.Module):
             entries=recorder.entries,
             output=recorder.output,
             inputs=parameter_names(self.model),
-            notes=(*self.notes, *_silent(recorder), *_nones(recorder.output)),
+            notes=(
+                *(text for text in self.notes if text != _ROOT),
+                *_silent(recorder),
+                *_nones(recorder.output),
+            ),
         )
 
     def remove(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from ..errors import MissingExtraError, OptionError, TapError, TargetError
 from .instrument import Instrumented, instrument
 from .instrument_flat import flatten_model
+from .leaves import flatten
 from .programs.base import Options
 from .programs.manifest import Entry, Manifest, Part, digest, is_manifest, manifest_path
 
@@ -44,6 +45,7 @@ class Written:
     format: str
     nbytes: int
     reference: tuple[torch.Tensor, ...]
+    output: Any
 
 
 def format_of(path: Path, to: str | None) -> str:
@@ -113,7 +115,7 @@ def write(
     _check_room([*files, beside], overwrite)
     with torch.no_grad():
         wrapped = instrument(model, layers)
-        _, taps = _told("run", lambda: wrapped(*args, **kwargs))
+        output, taps = _told("run", lambda: wrapped(*args, **kwargs))
         manifest = wrapped.manifest
         if not taps:
             raise TargetError(
@@ -129,7 +131,7 @@ def write(
             parts.append(Part(file.name, share, digest(file)))
     manifest = replace(manifest, parts=tuple(parts))
     manifest.save(beside)
-    return Written(tuple(files), beside, manifest, form, sum(sizes), tuple(taps))
+    return Written(tuple(files), beside, manifest, form, sum(sizes), tuple(taps), output)
 
 
 def _manifest_file(path: Path, given: Path | None) -> Path:
@@ -239,7 +241,8 @@ def _openvino(
     except ImportError as error:
         raise MissingExtraError("openvino", "openvino", "Writing OpenVINO IR") from error
     library: Any = openvino
-    model = library.convert_model(_export(flat, values))
+    example = tuple(values.values())
+    model = library.convert_model(_trace(flat, values), example_input=example)
     names = _output_names(wrapped.manifest)
     if len(names) != len(model.outputs):
         raise TargetError(
@@ -280,13 +283,31 @@ def check(written: Written, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     failed: list[str] = []
     with torch.no_grad(), _quietly():
         for part in parts:
-            _, taps = _told("check", partial(part.taps, args, kwargs))
+            own, taps = _told("check", partial(part.taps, args, kwargs))
+            failed += _unlike_output(written, own)
             assert part.manifest is not None
             for entry, tap in zip(part.manifest.entries, taps, strict=True):
                 why = _unlike(expected[_identity(entry)], tap, written.format in _EXACT)
                 if why:
                     failed.append(f"'{entry.layer}'{entry.leaf}: {why}")
     return failed
+
+
+def _unlike_output(written: Written, own: Any) -> list[str]:
+    """Where the model's own output is another; a cache, which is no tensor, is no part of it."""
+    ours = dict(flatten(written.output))
+    theirs = dict(flatten(own))
+    if list(ours) != list(theirs):
+        return [f"the model's own output has {list(theirs)}, expected {list(ours)}"]
+    found = []
+    for leaf, tensor in ours.items():
+        got = theirs[leaf]
+        if tensor is None or got is None:
+            continue
+        why = _unlike(tensor, got, written.format in _EXACT)
+        if why:
+            found.append(f"the model's own output{leaf}: {why}")
+    return found
 
 
 def _unlike(expected: torch.Tensor, got: torch.Tensor, exact: bool) -> str | None:

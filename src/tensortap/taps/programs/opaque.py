@@ -57,6 +57,7 @@ class OpaqueProgram:
         self._twin = twin
         self._described = dict(described or {})
         self.places: Sequence[Place] = (*_places(manifest), Place("", provenance="hook"))
+        self.preferred = () if manifest is None else (*manifest.layers, "")
         if manifest is None:
             self.absent = (
                 "This model gives away its outputs alone: it was not instrumented before it was "

@@ -34,6 +34,7 @@ class SplitProgram:
         self.exact = first.exact
         self.untapped = first.untapped
         self.absent = first.absent
+        self.preferred = (*manifest.layers, "")
         self.arguments: Sequence[Argument] | None = first.arguments
         types = {place.name: place for part in parts for place in part.places}
         self.places: Sequence[Place] = [types[name] for name in (*manifest.layers, "")]

@@ -98,6 +98,8 @@ class ProgramTap:
                 "(docs/compiled.md)."
             )
             return {""}
+        if default and (tapped := getattr(self.program, "preferred", None)):
+            return set(tapped)  # an instrumented model: its taps were chosen when it was compiled
         selection = select(tree, layers, default_fallback=default)
         self.notes += selection.notes
         return set(selection.names)
