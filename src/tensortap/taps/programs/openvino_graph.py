@@ -157,12 +157,12 @@ def _reclaimed(values: list[Value]) -> Iterator[Value]:
         if value.op == "MatMul" and len(sources) == 2 and sources[1].weight is not None:
             owner, _, name = sources[1].weight.rpartition(".")
             if owner and name == "weight":
-                spot = Spot(owner, "aten::linear/MatMul", 0)
-                value = replace(value, spot=spot, renamed=False)
+                product = Spot(owner, "aten::linear/MatMul", 0)
+                value = replace(value, spot=product, renamed=False)
         elif value.op == "Add" and len(sources) == 2:
-            product = next((s for s in sources if s.op == "MatMul" and not s.names), None)
+            made = next((s for s in sources if s.op == "MatMul" and not s.names), None)
             bias = next((s for s in sources if s.fixed), None)
-            spot = None if product is None or bias is None else product.spot
+            spot = None if made is None or bias is None else made.spot
             if spot is not None and spot.kind == "aten::linear/MatMul":
                 spot = replace(spot, kind="aten::linear/Add")
                 value = replace(value, spot=spot, renamed=False)
