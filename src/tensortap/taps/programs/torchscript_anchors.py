@@ -7,7 +7,9 @@ and where no other layer's weights are the same. The rest is a guess, or nothing
 - weights of equal content (norms that are all ones) are given out in the order of the names;
 - a weight that is both looked up and multiplied by is tied, and one of the two has another name;
 - a weight that is read by something else (a scale inside a state space) says nothing about what its
-  layer returns.
+  layer returns;
+- a weight that is one number throughout may be any layer's, and that of a depthwise convolution
+  over time is often read by its parent, which never calls the layer.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Weight:
 
     names: tuple[str, ...]
     transposed: bool = False
-    trivial: bool = False  # one number throughout: any other layer may have the same
+    doubtful: bool = False  # that it is read does not say that its layer was called
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def anchors(
     linears: dict[str, tuple[str, bool, str | None]] = {}
     why: dict[str, str] = {}
     for item, name, alone in _named(found, why):
-        sure = alone and not known[item.weight].trivial and _is_main(known[item.weight], name)
+        sure = alone and not known[item.weight].doubtful and _is_main(known[item.weight], name)
         node = nodes[item.start]
         reads = tuple(
             index
@@ -164,7 +166,7 @@ def _spread(nodes: Sequence[Any], known: dict[int, Weight]) -> None:
         weight = known.get(node.inputsAt(0).unique())
         if weight is not None:
             turned = weight.transposed ^ (kind not in _VIEWS)
-            known[node.output().unique()] = Weight(weight.names, turned, weight.trivial)
+            known[node.output().unique()] = Weight(weight.names, turned, weight.doubtful)
 
 
 def _look(
@@ -296,6 +298,8 @@ def containers(graph: Any, taps: Sequence[NodeTap]) -> list[NodeTap]:
             below.setdefault(name, []).append(tap)
     found = []
     for name, members in below.items():
+        if all(tap.name[len(name) + 1 :].split(".")[0].isdigit() for tap in members):
+            continue  # a list of modules, most likely, which is no layer
         twice = len({tap.name for tap in members}) != len(members)
         inner = any(not set(_made(nodes[tap.end])) & outer for tap in members)
         meet = END if twice or inner else nearest_common([tap.end for tap in members], nearest)

@@ -7,6 +7,7 @@ Without one the model is recorded op by op.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def frozen_program(module: Any, file: str | None, options: Options) -> GraphProg
     for name in list(needed):
         while "." in name:
             name = name.rpartition(".")[0]
-            places.setdefault(name, Place(name, "", "inferred", _UNCLEAR))
+            if any(not rest.split(".")[0].isdigit() for rest in _below(name, needed)):
+                places.setdefault(name, Place(name, "", "inferred", _UNCLEAR))
     return GraphProgram(
         "torchscript",
         module,
@@ -85,6 +87,11 @@ def frozen_program(module: Any, file: str | None, options: Options) -> GraphProg
         weights=tensors,
         file=file,
     )
+
+
+def _below(name: str, modules: Iterable[str]) -> list[str]:
+    start = f"{name}."
+    return [module[len(start) :] for module in modules if module.startswith(start)]
 
 
 def _notes(taps: list[NodeTap], constants: int, values: int) -> list[str]:
@@ -120,7 +127,7 @@ def matched(constants: dict[int, torch.Tensor], checkpoint: Checkpoint) -> dict[
     found: dict[int, Weight] = {}
     for (unique, transposed), known in names.items():
         if unique not in found:  # a symmetric matrix is taken as it is
-            found[unique] = Weight(tuple(known), transposed, _is_trivial(constants[unique]))
+            found[unique] = Weight(tuple(known), transposed, _is_doubtful(constants[unique]))
     return found
 
 
@@ -134,8 +141,10 @@ def _by_name(
     }
 
 
-def _is_trivial(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 0 or bool((tensor == tensor.reshape(-1)[0]).all())
+def _is_doubtful(tensor: torch.Tensor) -> bool:
+    if tensor.numel() == 0 or (tensor.dim() == 3 and tensor.shape[1] == 1):
+        return True
+    return bool((tensor == tensor.reshape(-1)[0]).all())
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

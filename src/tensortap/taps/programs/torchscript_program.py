@@ -237,18 +237,21 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(tree: Tree, learnt: Surgeon) -> list[Place]:
-    """Every module, in the order in which first calls end; what is never called by its parent."""
+    """Every module, in the order in which first calls end; what is never called by its parent.
+
+    Lists of modules are no layers: nothing can call them.
+    """
     order = list(dict.fromkeys(node.name for node in learnt.finished))
     called = set(order)
     nodes = {node.name: node for node in tree.nodes()}
     heard = {site.node.name for site in learnt.sites if site.what == "exit"}
     before: dict[str, list[Node]] = {}
     for node in nodes.values():
-        if node.name not in called and node.name:
+        if node.name and node.name not in called and node.type not in _CONTAINERS:
             before.setdefault(_holder(node.name, called), []).append(node)
     found: list[Place] = []
     for name in [*order, ""]:
-        found += [Place(n.name, n.type, gone=_why(n)) for n in reversed(before.get(name, []))]
+        found += [Place(n.name, n.type, gone=_UNCALLED) for n in reversed(before.get(name, []))]
         node = nodes.get(name, tree.root)
         if not name:
             found.append(Place("", node.type, "hook"))
@@ -267,12 +270,6 @@ def _holder(name: str, called: set[str]) -> str:
         if name in called:
             return name
     return ""
-
-
-def _why(node: Node) -> str:
-    if node.type in _CONTAINERS:
-        return "it only holds other layers and is never called itself"
-    return _UNCALLED
 
 
 def _first_line(error: BaseException) -> str:
