@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests")]
 
 import tensortap as tap  # noqa: E402
-from programs.cells import RUNTIMES, Cannot, judge, prepare, record, record_eager  # noqa: E402
+from programs.cells import RUNTIMES, Cannot, judge, prepare, record, record_eager, unordered  # noqa: E402
 from programs.models import MODELS  # noqa: E402
 
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
@@ -61,6 +61,7 @@ class Cell:
     wrong: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)  # of these says `tap.compare` so
     leaves_missing: int = 0
+    leaves_extra: int = 0
     checks: int = 0
     failed_checks: list[str] = field(default_factory=list)
     provenance: dict[str, int] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Cell:
 # One cell.
 
 
-def run_cell(model: str, runtime: str, folder: Path) -> Cell:
+def run_cell(model: str, runtime: str, folder: Path, **options: Any) -> Cell:
     """Compile, record, judge; runs in a process of its own."""
     start = time.perf_counter()
 
@@ -88,7 +89,7 @@ def run_cell(model: str, runtime: str, folder: Path) -> Cell:
     except Cannot as error:
         return cell("cannot", str(error))
     try:
-        found = record(artefact, built, own / "recording")
+        found = record(artefact, built, own / "recording", **options)
         eager = tap.open(folder / f"{model}-eager")
         inside = artefact.inside() if artefact.inside else None
         verdict = judge(eager, found, RUNTIMES[runtime], inside)
@@ -109,21 +110,29 @@ def run_cell(model: str, runtime: str, folder: Path) -> Cell:
 
 def _diverged(eager: tap.Recording, found: tap.Recording) -> list[str]:
     rows = tap.compare(eager, found).layers
-    return [row.layer or "the model" for row in rows if row.verdict in ("diverged", "incomparable")]
+    bad = [row.layer for row in rows if row.verdict in ("diverged", "incomparable")]
+    return [name or "the model" for name in bad if not unordered(eager, name)]
 
 
-def _child(model: str, runtime: str, folder: Path, answer: Path) -> None:
+def _child(
+    model: str, runtime: str, folder: Path, answer: Path, options: Mapping[str, Any]
+) -> None:
     with (folder / f"{model}-{runtime}.log").open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-        answer.write_text(json.dumps(asdict(run_cell(model, runtime, folder))))
+        answer.write_text(json.dumps(asdict(run_cell(model, runtime, folder, **options))))
 
 
 # All of them.
 
 
 def run_all(
-    models: Sequence[str], runtimes: Sequence[str], folder: Path, jobs: int, limit: float
+    models: Sequence[str],
+    runtimes: Sequence[str],
+    folder: Path,
+    jobs: int,
+    limit: float,
+    options: Mapping[str, Any],
 ) -> Iterator[Cell]:
     """Every cell, as they are done; the models' imports are made once, before the forks."""
     if {"compile", "aoti"} & set(runtimes):
@@ -138,7 +147,7 @@ def run_all(
         while waiting and len(running) < jobs:
             key = waiting.pop(0)
             answer = folder / f"{key[0]}-{key[1]}.json"
-            process = context.Process(target=_child, args=(*key, folder, answer))
+            process = context.Process(target=_child, args=(*key, folder, answer, options))
             process.start()
             running[key] = (process, time.monotonic(), answer)
         for key, (process, start, answer) in list(running.items()):
@@ -269,13 +278,16 @@ def main() -> int:
     parser.add_argument("--runtimes", nargs="+", choices=list(RUNTIMES), default=list(RUNTIMES))
     parser.add_argument("--jobs", type=int, default=1, help="how many cells run at a time")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a cell may take")
+    parser.add_argument("--accept-inferred", action="store_true", help="guesses are judged too")
     parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
     parser.add_argument("--json", type=Path, help="write every cell to this file")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="tensortap-matrix-"))
     cells: list[Cell] = []
     try:
-        for cell in run_all(options.models, options.runtimes, folder, options.jobs, options.limit):
+        chosen = (options.models, options.runtimes, folder, options.jobs, options.limit)
+        settings = {"accept_inferred": True} if options.accept_inferred else {}
+        for cell in run_all(*chosen, settings):
             cells.append(cell)
             sys.stderr.write(_told(cell))
             sys.stderr.flush()
@@ -299,8 +311,8 @@ def _told(cell: Cell) -> str:
         return f"{head}{cell.why}\n"
     kinds = " ".join(f"{kind}:{count}" for kind, count in cell.provenance.items())
     lines = [f"{head}{cell.recorded}/{cell.expected}  {cell.largest:.2g}  {kinds}"]
-    if cell.leaves_missing:
-        lines.append(f"    {cell.leaves_missing} leaves missing")
+    if cell.leaves_missing or cell.leaves_extra:
+        lines.append(f"    leaves: {cell.leaves_missing} missing, {cell.leaves_extra} extra")
     lines += [f"    WRONG {text}" for text in cell.wrong]
     lines += [f"    compare says diverged: {', '.join(cell.diverged[:6])}"] if cell.diverged else []
     lines += [f"    self-check: {text}" for text in cell.failed_checks]

@@ -6,6 +6,7 @@ the eager one, tensor by tensor, without the help of `tap.compare`, whose answer
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,11 +19,23 @@ from torch import nn
 
 import tensortap as tap
 
-from .models import MODELS, SCRIPTABLE, Built
+from .models import MODELS, SAMPLES, SCRIPTABLE, TOKENS, Built
 
-__all__ = ["RUNTIMES", "Cannot", "Runtime", "Verdict", "judge", "prepare", "record", "record_eager"]
+__all__ = [
+    "RUNTIMES",
+    "Cannot",
+    "Runtime",
+    "Verdict",
+    "judge",
+    "prepare",
+    "record",
+    "record_eager",
+    "unordered",
+]
 
 CLOSE = 1e-5  # of the largest value
+UNORDERED = re.compile(r"\.mlp\.(gate|experts\.act_fn)$")
+"""In MiniMaxM2 the experts of a token come from `topk(sorted=False)`: in any order."""
 QUANTISED = 0.5  # of the root mean square: far from rounding, near enough that no layer is another
 
 
@@ -64,7 +77,7 @@ def prepare(model: str, runtime: str, folder: Path) -> tuple[Artefact, Built]:
         try:
             return RUNTIMES[runtime].make(built, folder), built
         except Exception as error:
-            raise Cannot(f"{type(error).__name__}: {_line(error)}") from error
+            raise Cannot(_line(error)) from error
 
 
 def _unscriptable(model: nn.Module) -> str:
@@ -76,8 +89,15 @@ def _unscriptable(model: nn.Module) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":.") if lines else "no reason given"
+    """The first line of an error, without what differs from run to run."""
+    cause = error
+    while isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    text = re.sub(r"\x1b\[[0-9;]*m| at 0x[0-9a-f]+|: 0x[0-9a-f]+", "", str(cause))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    named = next((line for line in lines if "No conversion rule" in line), None)
+    found = named or (lines[0] if lines else "no reason given")
+    return re.sub(r"\w+(?=Config\.__init__)", "…", found).rstrip(":.")
 
 
 def _traced(built: Built) -> Any:
@@ -237,14 +257,14 @@ def _make_instrumented_trace(built: Built, folder: Path) -> Artefact:
     wrapped = _instrumented(built)
     path = folder / "instrumented.pt"
     torch.jit.save(_traced((wrapped, *built[1:])), path)
-    return Artefact(path, {"manifest": wrapped.manifest.save(path)})
+    return Artefact(path, {"manifest": wrapped.manifest.save(path.with_suffix(".taps.json"))})
 
 
 def _make_instrumented_export(built: Built, folder: Path) -> Artefact:
     wrapped = _instrumented(built)
     path = folder / "instrumented.pt2"
     torch.export.save(_exported((wrapped, *built[1:])), path)
-    return Artefact(path, {"manifest": wrapped.manifest.save(path)})
+    return Artefact(path, {"manifest": wrapped.manifest.save(path.with_suffix(".taps.json"))})
 
 
 RUNTIMES: dict[str, Runtime] = {
@@ -298,6 +318,7 @@ class Verdict:
     missing: dict[str, list[str]]  # reason: layers
     wrong: list[str]
     leaves_missing: int = 0
+    leaves_extra: int = 0  # beside right ones, of a shape that eager does not return
     checks: int = 0
     failed_checks: list[str] = field(default_factory=list)
 
@@ -324,7 +345,7 @@ def judge(
     inside: dict[str, list[torch.Tensor]] | None = None,
 ) -> Verdict:
     """Hold every tensor of a recording against the eager one of its layer and call."""
-    largest, recorded, absent_leaves = 0.0, 0, 0
+    largest, recorded, absent_leaves, extra_leaves = 0.0, 0, 0, 0
     missing: dict[str, list[str]] = defaultdict(list)
     wrong: list[str] = []
     reasons = _reasons(found)
@@ -334,19 +355,25 @@ def judge(
         if not ours:
             continue
         theirs = _calls(found[name]) if name in names else {}
+        if unordered(eager, name) and runtime.tolerance:
+            ours, theirs = _in_order(ours), _in_order(theirs)
         if not theirs:
-            missing[reasons.get(name, "no reason was given")].append(name)
+            missing[reasons[name]].append(name)
             continue
-        problems, distance, absent = _judge_layer(ours, theirs, runtime)
+        problems, distance, absent, extra = _judge_layer(ours, theirs, runtime)
         if inside is not None:
             problems += _foreign(theirs, [*inside.get(name, []), *inside.get("*", [])])
         largest = max(largest, distance)
         absent_leaves += absent
+        extra_leaves += extra
         if problems:
             wrong.append(f"{name}: {'; '.join(problems[:3])}")
         else:
             recorded += 1
-    strangers = sorted(names - set(eager.layers))
+    # A layer that eager never calls, though its weights are read, can have a value by weight alone.
+    strangers = sorted(
+        name for name in names - set(eager.layers) if found[name].records[0].provenance != "weight"
+    )
     wrong += [f"{name}: the eager model has no such layer" for name in strangers]
     checks = found.manifest.self_checks
     return Verdict(
@@ -356,26 +383,48 @@ def judge(
         missing=dict(missing),
         wrong=wrong,
         leaves_missing=absent_leaves,
+        leaves_extra=extra_leaves,
         checks=len(checks),
         failed_checks=[str(check["text"]) for check in checks if not check["passed"]],
     )
 
 
-def _judge_layer(ours: Calls, theirs: Calls, runtime: Runtime) -> tuple[list[str], float, int]:
+def unordered(eager: tap.Recording, name: str) -> bool:
+    """Whether a layer's output may come in another order of the experts."""
+    return "MiniMaxM2" in str(eager.manifest.target) and UNORDERED.search(name) is not None
+
+
+def _in_order(calls: Calls) -> Calls:
+    """The two experts of each token in the order of their values."""
+    return {
+        moment: {
+            leaf: value
+            if value.dim() != 2 or value.shape[-1] == 4  # the router's logits are by expert
+            else value.reshape(SAMPLES * TOKENS, 2, -1).sort(1).values.reshape(value.shape)
+            for leaf, value in leaves.items()
+        }
+        for moment, leaves in calls.items()
+    }
+
+
+def _judge_layer(ours: Calls, theirs: Calls, runtime: Runtime) -> tuple[list[str], float, int, int]:
     problems: list[str] = []
-    largest, absent = 0.0, 0
+    largest, absent, extra = 0.0, 0, 0
     if len(ours) != len(theirs):
         problems.append(f"{len(theirs)} calls, eager {len(ours)}")
     for moment in ours.keys() & theirs.keys():
         pairs, alone = _pairs(ours[moment], theirs[moment], runtime)
-        problems += [f"call {moment[1]}: {text}" for text in alone]
+        if pairs:
+            extra += len(alone)
+        else:
+            problems += [f"call {moment[1]}: {text}" for text in alone]
         absent += len(ours[moment]) - len(pairs)
         for leaf, distance in pairs:
             largest = max(largest, distance)
             limit = QUANTISED if runtime.quantised else runtime.tolerance
             if not distance <= limit:
                 problems.append(f"call {moment[1]}{leaf}: off by {distance:.2g}")
-    return problems, largest, absent
+    return problems, largest, absent, extra
 
 
 def _pairs(
@@ -429,5 +478,8 @@ def _foreign(theirs: Calls, values: Sequence[torch.Tensor]) -> list[str]:
     ]
 
 
-def _reasons(found: tap.Recording) -> dict[str, str]:
-    return {str(item["layer"]): str(item["reason"]) for item in found.manifest.skipped}
+def _reasons(found: tap.Recording) -> defaultdict[str, str]:
+    """Why a layer has no tensor: said of it, or said by the runtime of any that it has not."""
+    absent = str(found.manifest.target.get("absent") or "no reason was given")
+    said = {str(item["layer"]): str(item["reason"]) for item in found.manifest.skipped}
+    return defaultdict(lambda: absent, said)
