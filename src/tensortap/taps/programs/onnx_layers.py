@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from .onnx_graph import Block, Chain, Node
-from .onnx_scopes import Scopes
+from .onnx_scopes import DROPPED, Scopes
 from .scopes import ModuleCall, Step, entering, leaving
 
 __all__ = ["Call", "Layers", "read_layers", "renamed"]
@@ -29,7 +29,6 @@ REWRITTEN = "an optimiser rewrote the nodes behind it"
 FUSED = "a fused operator reads its value, and may hold its last part"
 
 _CASTS = {"Identity", "Dropout"}
-_QUANTISERS = {"QuantizeLinear", "DequantizeLinear"}
 _HARMLESS = {"SimplifiedLayerNormalization", "LayerNormalization", "QuickGelu", "Gelu"}
 _PARTIAL = re.compile(r"val_\d+\Z")
 
@@ -120,12 +119,17 @@ class _Reading:
     def _find_aliases(self) -> None:
         """What is quantised and at once dequantised is, to its readers, still the same value."""
         for node in self.block.nodes:
+            if node.op != "DequantizeLinear" or node in self.scopes.calls:
+                continue
+            source = self.block.maker.get(node.inputs[0])
             if (
-                node.op in _QUANTISERS
-                and node not in self.scopes.calls
-                and self.block.computes(node)
+                source is not None
+                and source.op == "QuantizeLinear"
+                and source not in self.scopes.calls
+                and self.block.computes(source)
             ):
-                self.alias[node.outputs[0]] = node.inputs[0]
+                self.alias[source.outputs[0]] = source.inputs[0]
+                self.alias[node.outputs[0]] = source.outputs[0]
 
     def _calls(self, node: Node) -> tuple[ModuleCall, ...]:
         return self.scopes.calls.get(node, self.adopted.get(node, ()))
@@ -268,7 +272,7 @@ class _Reading:
 
     def _why_unsure(self, values: tuple[str, ...], call: ModuleCall) -> str | None:
         main = values[0]
-        if self.scopes.style == "metadata" and _PARTIAL.match(main) and main not in self.results:
+        if self.scopes.style == "metadata" and self._is_misnamed(main):
             return REWRITTEN
         for node in self._outside_readers(main, call):
             if self._is_rewritten(node, main) and not self._is_anothers(node, call[0]):
@@ -280,6 +284,15 @@ class _Reading:
                     REWRITTEN  # two transposes in a row were made one, and bear the second's name
                 )
         return None
+
+    def _is_misnamed(self, name: str) -> bool:
+        """Whether a value bears another name than the operation that was traced.
+
+        A quantiser that drops a ReLU gives the ReLU's name to what it read.
+        """
+        unit = self.scopes.units.get(self.block.maker[name], name)
+        known = name in self.results or name.startswith(("getitem", unit))
+        return not known
 
     def _is_rewritten(self, node: Node, name: str) -> bool:
         """Whether a node was made of several, and the first did not read this value."""
@@ -325,12 +338,12 @@ def renamed(layers: Layers, blocks: Sequence[Block], theirs: Sequence[Block]) ->
 
     A value of another type is not the same: a quantiser may keep a name for the integers.
     """
-    known = {name: block.types.get(name) for block in theirs for name in block.maker}
+    known = {name: block for block in theirs for name in block.maker}
     held = {
         name: block.chain
         for block in blocks
         for name in block.maker
-        if name in known and len({known[name], block.types.get(name)} - {None}) <= 1
+        if name in known and _is_same(name, block, known[name])
     }
     result = replace(layers, calls=[], gone=dict(layers.gone), notes=list(layers.notes))
     for call in layers.calls:
@@ -344,6 +357,14 @@ def renamed(layers: Layers, blocks: Sequence[Block], theirs: Sequence[Block]) ->
     lost = set(result.gone)
     result.calls = [call for call in result.calls if call.layer not in lost]
     return result
+
+
+def _is_same(name: str, here: Block, there: Block) -> bool:
+    """Whether a name is of the same value in both: of its type, and no ReLU that was dropped."""
+    kinds = {here.types.get(name), there.types.get(name)} - {None}
+    mine, theirs = here.maker[name], there.maker[name]
+    dropped = theirs.op in DROPPED and mine.op != theirs.op and not mine.proto.domain
+    return len(kinds) <= 1 and not (dropped and mine.op != "DequantizeLinear")
 
 
 def _held(name: str, held: Mapping[str, Chain], blocks: Sequence[Block]) -> bool:

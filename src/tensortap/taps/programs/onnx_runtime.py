@@ -80,10 +80,15 @@ class OnnxProgram:
                 "torch.onnx.export wrote it."
             )
         found = renamed(layers, self._blocks, blocks)
-        if len(found.calls) * 2 < len(layers.calls):
+        mine, theirs = (
+            [argument.name for argument in arguments_of(model)]
+            for model in (self._loaded.model, other.model)
+        )
+        if mine != theirs or not found.calls:
             raise OptionError(
-                f"'{path}' seems not to be the float model of {self._loaded.name}: of "
-                f"{len(layers.calls)} values of its layers, {len(found.calls)} are there by name."
+                f"'{path}' is not the model that {self._loaded.name} was made from: of "
+                f"{len(layers.calls)} values of its layers, {len(found.calls)} are there by name; "
+                f"it takes {', '.join(theirs)}, and this one {', '.join(mine)}."
             )
         return found
 

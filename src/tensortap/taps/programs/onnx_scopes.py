@@ -20,18 +20,21 @@ from typing import Any
 from .onnx_graph import Block, Node
 from .scopes import ModuleCall
 
-__all__ = ["Scopes", "read_scopes"]
+__all__ = ["DROPPED", "Scopes", "read_scopes"]
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _FX = "pkg.torch.onnx.fx_node"
 _RULE = "pkg.onnxscript.rewriter.rule_name"
 _NO_SCOPE = "_empty_nn_module_stack_from_metadata_hook"
-_VALUE = re.compile(r"/(?:(?P<path>.+)/)?[A-Za-z]\w*?_output_\d+\Z")
+_VALUE = re.compile(r"/(?:(?P<path>.+)/)?(?P<op>[A-Za-z]\w*?)(_\d+)?_output_\d+\Z")
 _LEAF_HOMES = re.compile(
     r"torch\.nn\.modules\.(linear|conv|batchnorm|normalization|instancenorm|sparse|pooling|dropout|"
     r"flatten|padding|upsampling|activation\.(?!Multihead))"
 )
+
+DROPPED = {"Relu", "Clip"}
+"""What a quantiser leaves out, giving its name to the value before it: the scale does the rest."""
 
 TWICE = "the graph does not tell one call of it from two"
 MIXED = "another layer's values bear the same name"
@@ -151,7 +154,7 @@ def _judge_runs(
     stripped: bool,
 ) -> None:
     """Whether each run is surely one call; where a leaf of torch's own repeats, each turn is."""
-    signed = [_units(path, run, block, marks) for run in runs]
+    signed = [_units(path, run, block, marks, with_weights=not stripped) for run in runs]
     if len(runs) > 1:
         same = all(_signature(units) == _signature(signed[0]) for units in signed)
         if not same or stripped:
@@ -181,8 +184,13 @@ def _judge_runs(
 _Unit = tuple[list[Node], Any]
 
 
-def _units(path: str, run: list[Node], block: Block, marks: dict[Node, _Mark]) -> list[_Unit]:
-    """The operations of a run: their nodes, and what tells one operation from another."""
+def _units(
+    path: str, run: list[Node], block: Block, marks: dict[Node, _Mark], *, with_weights: bool
+) -> list[_Unit]:
+    """The operations of a run: their nodes, and what tells one operation from another.
+
+    A quantiser makes a weight that is read twice into two.
+    """
     found: list[_Unit] = []
     last = None
     for node in run:
@@ -191,7 +199,8 @@ def _units(path: str, run: list[Node], block: Block, marks: dict[Node, _Mark]) -
             found.append(([], (mark.paths[mark.paths.index(path) + 1 :], [])))
             last = mark.unit
         found[-1][0].append(node)
-        found[-1][1][1].append((node.op, tuple(sorted(block.weights_of(node)))))
+        weights = tuple(sorted(block.weights_of(node))) if with_weights else ()
+        found[-1][1][1].append((node.op, weights))
     return found
 
 
@@ -236,21 +245,41 @@ class _Names:
         weights = {name for block in blocks for name in block.constants}
         self.named = {name for name in weights if "::" not in name and "." in name}
         self.around = {tag[:depth] for tag in self.tags.values() for depth in range(1, len(tag))}
+        self.again: list[str] = []  # taken for second calls, with no weight to show it
         self.base = {tag: self._base(tag) for tag in self.direct}
+        if self.again:
+            self.scopes.notes.append(
+                f"{len(self.again)} names in the graph ('{self.again[0]}', …) are taken for second "
+                "calls of layers without weights: so the TorchScript exporter writes them."
+            )
         self.counts: Counter[_Tag] = Counter(module for module, _ in self.base.values())
         modules = {*self.counts, *(m[:n] for m in self.counts for n in range(1, len(m)))}
         self.paths = {module: self._path(module) for module in sorted(modules, key=len)}
         self.per_call = {module: self._per_call(module) for module in modules}
         for node, tag in self.tags.items():
             self.scopes.calls[node] = self._calls(tag)
+        self._doubt_what_weights_deny()
+
+    def _doubt_what_weights_deny(self) -> None:
+        """Parts of a ModuleDict lose its name: `/a/Gemm` reads `parts.a.weight`."""
+        for tag, (module, _) in self.base.items():
+            path = self.paths[module]
+            owners = {n.rsplit(".", 1)[0] for n in self._weights(tag) if n in self.named}
+            if owners and path not in owners and any(n.endswith(f".{path}") for n in owners):
+                self._doubt([module[:depth] for depth in range(1, len(module) + 1)], MIXED)
 
     def _base(self, tag: _Tag) -> tuple[_Tag, int]:
         """(the module, the number of its call) of a tag: `act_1` may be `act` once more."""
         match = re.match(r"(.+)_([1-9]\d*)\Z", tag[-1])
         first = (*tag[:-1], match[1]) if match else tag
-        if match is None or first not in self.direct or tag in self.around:
+        if match is None or tag in self.around:
             return tag, 0
-        weights, theirs = self._weights(tag), self._weights(first)
+        weights = self._weights(tag)
+        if first not in self.direct:
+            if any(name.startswith(".".join(first) + ".") for name in weights):
+                self._doubt((first, tag), MIXED)
+            return tag, 0
+        theirs = self._weights(first)
         if any(name.startswith(".".join(tag) + ".") for name in weights):
             if weights & theirs:
                 self._doubt((tag,), MIXED)
@@ -263,10 +292,7 @@ class _Names:
             self._doubt((first, tag), MIXED)
             return tag, 0
         if not weights:
-            self.scopes.notes.append(
-                f"'{'.'.join(tag)}' is taken for call {match[2]} of '{'.'.join(first)}': so the "
-                "TorchScript exporter writes a second call."
-            )
+            self.again.append("/".join(tag))
         return first, int(match[2])
 
     def _weights(self, tag: _Tag) -> frozenset[str]:
@@ -318,6 +344,8 @@ def _tag(node: Node) -> _Tag | None:
     """The parts of a node's path, by the names of its values or by its own."""
     for name in node.outputs:
         match = _VALUE.match(name)
+        if match and match["op"] in DROPPED and node.op != match["op"] and not node.proto.domain:
+            return None
         if match:
             return _parts(match["path"])
     match = re.match(rf"/(?:(?P<path>.+)/)?{re.escape(node.op)}(_\d+)?\Z", str(node.proto.name))
