@@ -378,3 +378,15 @@ class TestSignatures:
         save_file({"0": IDS, "x": MASK}, tmp_path / "a.safetensors")
         batch, _ = fitted(tmp_path / "a.safetensors", Takes.of(Any_()))
         assert torch.equal(batch.args[0], IDS) and torch.equal(batch.kwargs["x"], MASK)
+
+    def test_a_slip_of_the_pen_is_no_keyword(self, tmp_path: Path) -> None:
+        class Lenient(nn.Module):
+            def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+                return input_ids
+
+        with pytest.raises(OptionError, match=r"'input_idz' is unknown \(did you mean 'input_ids'"):
+            fitted(saved(tmp_path / "a.safetensors", input_idz=IDS), Takes.of(Lenient()))
+        path = saved(tmp_path / "b.safetensors", input_ids=IDS, other=MASK)
+        batch, notes = fitted(path, Takes.of(Lenient()))
+        assert sorted(batch.kwargs) == ["input_ids", "other"]
+        assert "**kwargs takes it" in notes[0]

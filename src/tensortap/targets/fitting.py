@@ -87,6 +87,7 @@ class _Fit:
     """What was found out on the way."""
 
     takes: Takes
+    given: Mapping[str, Given]
     args: dict[int, Any] = field(default_factory=dict)
     kwargs: dict[str, Any] = field(default_factory=dict)
     filled: dict[str, str] = field(default_factory=dict)  # the argument, and the key that gave it
@@ -98,7 +99,7 @@ def fit(
     given: Mapping[str, Given], takes: Takes, where: str, model: str
 ) -> tuple[Batch, list[str]]:
     """The arguments of one run, and what a user should know of how they came about."""
-    found = _Fit(takes)
+    found = _Fit(takes, given)
     names = [argument.name for argument in takes.arguments]
     for key, value in given.items():
         _place(found, key, value, names)
@@ -134,11 +135,13 @@ def _place(found: _Fit, key: str, given: Given, names: Sequence[str]) -> None:
         argument = takes.arguments[names.index(key)]
     else:
         argument = Argument(key)
-        if not takes.more:
-            near = difflib.get_close_matches(key, names, n=2, cutoff=0.5)
+        near = _near(key, names, found.given, strict=takes.more)
+        if near or not takes.more:
             hint = f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
             found.complaints.append(f"{key!r} is unknown{hint}")
             return
+        if names:
+            found.notes.append(f"'{key}' is none of the names of its forward: **kwargs takes it.")
     if argument.name in found.filled:
         other = found.filled[argument.name]
         found.complaints.append(f"{argument.name!r} is given twice, as {other!r} and as {key!r}")
@@ -151,6 +154,13 @@ def _place(found: _Fit, key: str, given: Given, names: Sequence[str]) -> None:
         found.kwargs[key] = value
     else:
         found.args[position] = value
+
+
+def _near(key: str, names: Sequence[str], given: Mapping[str, Given], strict: bool) -> list[str]:
+    """Names like this one; where any name is taken, only a slip of the pen for one not given."""
+    if strict:
+        names = [name for name in names if name not in given]
+    return difflib.get_close_matches(key, names, n=2, cutoff=0.85 if strict else 0.5)
 
 
 def _typed(found: _Fit, argument: Argument, given: Given) -> Any:
