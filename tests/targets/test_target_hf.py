@@ -95,6 +95,23 @@ class TestLoading:
             assert target(target.batches[0]).logits.shape == (1, 3, 6)
         assert no_network == []
 
+    def test_inputs_from_a_file(self, llama_source: Path, tmp_path: Path) -> None:
+        from safetensors.torch import save_file
+
+        ids, mask = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 1, 0]])
+        path = tmp_path / "in.safetensors"
+        save_file({"input_ids": ids, "attention_mask": mask}, path)
+        target = load_target(f"hf:{llama_source}", {}, inputs_from=[path])
+        assert torch.equal(target.batches[0].kwargs["attention_mask"], mask)
+        assert target(target.batches[0]).logits.shape == (1, 3, 6)
+        save_file({"input_ids": ids + 5}, path)
+        with pytest.raises(OptionError, match="has the id 6"):
+            load_target(f"hf:{llama_source}", {}, inputs_from=[path])
+        save_file({"input_idz": ids}, path)
+        with pytest.raises(OptionError, match="'input_idz' is unknown") as caught:
+            load_target(f"hf:{llama_source}", {}, inputs_from=[path])
+        assert "did you mean 'input_ids'" in str(caught.value)
+
     def test_the_weights_are_those_of_the_file(self, llama_source: Path) -> None:
         from safetensors.torch import load_file
 
@@ -296,6 +313,8 @@ class TestSentences:
         [
             ({}, {}, "Give --prompt TEXT, --input-ids FILE, or --inputs-from FILE"),
             ({}, {"prompts": ["a"], "input_ids": "b"}, "both given"),
+            ({}, {"prompts": ["a"], "inputs_from": ["b"]}, "--prompt and --inputs-from are both"),
+            ({"seq_len": 2}, {"inputs_from": ["b"]}, "--seq-len cuts"),
             ({"samples": 3}, {"prompts": ["a"]}, "does not take 'samples'"),
             ({"dtype": "int3"}, {"prompts": ["a"]}, "no dtype"),
             ({"device": "abacus"}, {"prompts": ["a"]}, "device 'abacus'"),
