@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 __all__ = ["Site", "children", "is_called", "is_leaf", "sites", "type_name", "unwrap"]
@@ -47,6 +48,8 @@ def is_internal(name: str) -> bool:
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward; a ModuleList or ModuleDict only holds others."""
+    if isinstance(module, torch.jit.ScriptModule):  # its class cannot be asked
+        return True
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .inside_standin import StandIn
 from .leaves import flatten
 from .programs import opaque
 from .programs.base import Options, Place, Program
-from .programs.kinds import open_program
+from .programs.kinds import kind_of, open_program
 from .programs.selfcheck import SelfCheck
 from .programs.skeleton import skeleton
 from .programs.tap import ProgramTap, joined
@@ -94,7 +95,11 @@ class InsideTap:
             return open_program(part.model, options)
         except TapError as error:
             self.notes.append(f"Of '{part.name}' the outputs alone are recorded. {error}")
-            return opaque.KIND.program(part.model, options)
+            outputs = getattr(kind_of(part.model), "outputs", None)
+            if outputs is None:
+                return opaque.KIND.program(part.model, options)
+            found: Program = outputs(part.model)
+            return found
 
     def _places(
         self, programs: Sequence[Program]
@@ -193,7 +198,9 @@ class InsideTap:
                 f"'{closed[0]}' stands in a tuple that nothing else holds, and cannot be tapped "
                 "there. Put it into a list, or into an attribute."
             )
-        stand_in = StandIn(part.model, tap.call)
+        returned = getattr(tap.program, "returned", None)
+        call = tap.call if returned is None else partial(returned, tap.call)
+        stand_in = StandIn(part.model, call)
         for holder in part.holders:
             self._undo.callback(holder.restore, part.model)
             holder.put(stand_in)

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ...errors import MissingExtraError, OptionError
-from .base import Argument, Options, Place, Run, Runner
+from .base import Argument, Options, Place, Program, Run, Runner
+from .openvino_compiled import CompiledProgram
 from .openvino_file import looks_like, open_file
 from .openvino_graph import Graph, read
 from .openvino_layers import Layers, find_layers
@@ -163,6 +164,10 @@ class _Kind:
                 "file, that was compiled."
             )
         return OpenVINOProgram(model, options)
+
+    def outputs(self, model: Any) -> Program:
+        """For one that some object holds, and that cannot be opened: what it returns."""
+        return CompiledProgram(model)
 
 
 KIND = _Kind()
