@@ -83,7 +83,8 @@ def _confirmed(found: Anchored, graph: Any, tree: Tree) -> Anchored:
     ends: dict[str, set[str]] = {}
     for node in tree.root.walk():
         if node.has_method("forward"):
-            own = node.cpp._get_method("forward").graph
+            own = node.cpp._get_method("forward").graph.copy()
+            torch._C._jit_pass_inline(own)
             values = elements(next(iter(own.outputs())))
             last = values[by_age(own, values)[0]]
             ends.setdefault(node.path, set()).add(origin(last).node().kind())
