@@ -6,6 +6,7 @@ below, real programs are recorded from end to end.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
 import tensortap as tap
@@ -57,11 +57,12 @@ def write(tmp_path: Path) -> Write:
             target = {"runtime": "torchscript", "absent": ABSENT, **target}
         selection = {"layers": list(layers)}
         writer = Writer(str(path), Manifest(target=target, selection=selection, **manifest))
-        calls: dict[tuple[str, str], int] = {}
+        calls: dict[tuple[str, str, str], int] = {}
         for order, (layer, leaf, tensor, *more) in enumerate(items):
-            known = more[0] if more else {}
-            call = known.pop("call", calls.get((layer, leaf), 0))
-            calls[layer, leaf] = call + 1
+            known = dict(more[0]) if more else {}
+            where = (layer, leaf, known.get("port", port))
+            call = known.pop("call", calls.get(where, 0))
+            calls[where] = call + 1
             site = Site(
                 layer,
                 known.pop("port", port),
@@ -267,13 +268,95 @@ def test_inputs_pair_as_outputs_do(write: Write) -> None:
     ]
 
 
-def test_summaries_pair_by_shape_too(write: Write, tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 3))
-    for name in ("a", "b"):
-        with torch.no_grad(), tap.record(model, tmp_path / name, keep="summary") as rec:
-            rec.run(OUT)
-    result = tap.compare(tmp_path / "a", tmp_path / "b")
-    assert {row.verdict for row in result.layers} == {"within"}
+def test_a_layer_that_took_in_another_reads_that_ones_input(write: Write) -> None:
+    """A convolution that was folded into the batch norm behind it: same shapes, another value."""
+    x, y, z = torch.randn(3, 2, 5, 12)
+
+    def given(layer: str, leaf: str, tensor: torch.Tensor, kind: str = "Norm") -> tuple[Any, ...]:
+        return (layer, leaf, tensor, {"port": "input", "type": kind})
+
+    eager = write([given("fc", "", x, "Linear"), ("fc", "", y), given("bn", "", y), ("bn", "", z)])
+    folded = write([given("fc", "", x, "Linear"), ("fc", "", y), given("bn", "", x), ("bn", "", z)])
+    assert tap.compare(eager, folded)["bn"].input_verdict == "diverged"  # a module says what it got
+    folded = write([given("bn", "", x), ("bn", "", z)], "scope")
+    row = tap.compare(eager, folded)["bn"]
+    assert (row.verdict, row.input_verdict) == ("identical", "missing")
+    assert "holds something else" in row.note
+
+
+def test_inputs_that_diverged_are_believed_where_earlier_ones_agreed(write: Write) -> None:
+    values = torch.randn(4, 2, 5, 12)
+
+    def items(*tensors: torch.Tensor) -> list[tuple[Any, ...]]:
+        pairs = itertools.pairwise(tensors)
+        return [
+            item
+            for n, (given, made) in enumerate(pairs)
+            for item in ((f"l.{n}", "", given, {"port": "input"}), (f"l.{n}", "", made))
+        ]
+
+    eager = write(items(*values))
+    wrong = [values[0], values[1], off(values[2], 2), off(values[3], 2)]
+    compiled = write(items(*wrong), "scope")
+    result = tap.compare(eager, compiled)
+    assert [(row.verdict, row.origin) for row in result.layers] == [
+        ("identical", None),
+        ("diverged", "made here"),
+        ("diverged", "inherited"),
+    ]
+
+
+def test_who_made_it_tells_what_a_layer_reads_where_values_have_parted(write: Write) -> None:
+    """Two norms behind linears: one reads the linear before it, the other took it in."""
+    x, a, b, c, d = torch.randn(5, 2, 5, 12)
+    norm = {"type": "Norm"}
+    given = {"port": "input", **norm}
+    eager = write(
+        [
+            ("pre", "", x),
+            ("l.0", "", a),
+            ("n.0", "", a, given),
+            ("n.0", "", b, norm),
+            ("l.1", "", c),
+            ("n.1", "", c, given),
+            ("n.1", "", d, norm),
+        ]
+    )
+    wrong, norm_wrong, last = off(a, 2), off(b, 2), off(d, 2)
+    compiled = write(
+        [
+            ("pre", "", x),
+            ("l.0", "", wrong),
+            ("n.0", "", wrong, given),
+            ("n.0", "", norm_wrong, norm),
+            ("n.1", "", norm_wrong, given),
+            ("n.1", "", last, norm),
+        ],
+        "scope",
+    )
+    result = tap.compare(eager, compiled)
+    assert (result["n.0"].input_verdict, result["n.0"].origin) == ("diverged", "inherited")
+    assert (result["n.1"].input_verdict, result["n.1"].origin) == ("missing", "unknown")
+
+
+def test_summaries_pair_by_shape_too(tmp_path: Path) -> None:
+    def summaries(name: str, items: Items, provenance: str) -> Path:
+        writer = Writer(str(tmp_path / name), Manifest(target={"runtime": provenance}))
+        for order, (leaf, tensor) in enumerate(items):
+            shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+            known: Any = "scope" if provenance == "onnx" else "hook"
+            site = Site("a", "output", leaf, None, "", shape, dtype, "cpu", known)
+            writer.summarize(writer.site(site), (order, 0, 0, 0), tensor)
+        writer.close()
+        return tmp_path / name
+
+    eager = summaries("eager", [("[0]", OUT), ("[1]", K), ("[2]", V)], "eager")
+    compiled = summaries("onnx", [("?0", V), ("?1", K), ("?2", OUT)], "onnx")
+    row = tap.compare(eager, compiled)["a"]
+    assert [part.verdict for part in row.parts] == ["within"] * 3
+    lone = summaries("lone", [("?0", off(OUT, 2)), ("?1", off(OUT.flip(0), 2))], "onnx")
+    with pytest.raises(ComparisonError, match="does not say which is its output"):
+        tap.compare(eager, lone)
 
 
 # --- missing, with a reason ------------------------------------------------------------------

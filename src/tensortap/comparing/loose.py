@@ -3,21 +3,25 @@
 A compiler keeps the values and forgets the tuples. What leaves a layer's part of the graph may be
 its output, or a key on its way to a cache. Shape and kind of dtype decide where only one value
 fits; where several do, the values themselves, or what the values decided at an earlier layer of the
-same type. What is left undecided is missing, with the reason: never another tensor.
+same type. What is left undecided is missing, with the reason: never another tensor. What a layer
+reads is believed only where its values, or the layer that made it, speak for it, since compilers
+put layers together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..recording.reader import Record
-from .sketch import EXACT, content_errors
+from .sketch import EXACT, agreement, content_errors
 
 __all__ = ["DROPPED", "PASSED_ON", "Choice", "LooseLeaves", "is_loose", "plain_leaf"]
 
 Leaves = Mapping[str, Sequence[Record]]
 Fits = Callable[[Sequence[Record], Sequence[Record]], bool]
+FromOne = Callable[[Record, Record], bool | None]
 _Moment = tuple[int, int, int, int]
 
 DROPPED = (
@@ -26,6 +30,7 @@ DROPPED = (
 PASSED_ON = "it is what the layer was given, and no value of its own in the compiled model"
 _UNREAD = "no value that the compiled layer reads is this one"
 _CLOSE = 0.1  # of the spread: beyond, the values prove nothing
+_ROUGH = 0.5
 _CLEAR = 3.0  # times the best: nearer, and two values are too alike to tell
 
 
@@ -59,11 +64,14 @@ class LooseLeaves:
     def __init__(self) -> None:
         self._learnt: dict[tuple[object, ...], str] = {}
 
-    def choose(self, kind: str, port: str, known: Leaves, loose: Leaves, fits: Fits) -> Choice:
+    def choose(
+        self, kind: str, port: str, known: Leaves, loose: Leaves, fits: Fits, from_one: FromOne
+    ) -> Choice:
         """Which loose leaf stands for which known one, in layers of a type (`kind`).
 
-        `fits` says whether two leaves of other shapes can be set side by side. A layer may be
-        called in several ways: calls that leave other values behind are looked at apart.
+        `fits` says whether two leaves of other shapes can be set side by side, `from_one` whether
+        two tensors were made by the same layer. A layer may be called in several ways: calls that
+        leave other values behind are looked at apart.
         """
         found = Choice()
         groups = _ways(loose)
@@ -71,14 +79,21 @@ class LooseLeaves:
             here = _at(known, moments) if len(groups) > 1 else known
             values = _at(loose, moments) if len(groups) > 1 else loose
             if here:
-                self._one_way(kind, port, here, values, fits, found)
+                self._one_way(kind, port, here, values, fits, from_one, found)
         for leaf in known:
             if leaf not in found.partners:
                 found.reasons.setdefault(leaf, _dropped(port))
         return found
 
     def _one_way(
-        self, kind: str, port: str, known: Leaves, loose: Leaves, fits: Fits, found: Choice
+        self,
+        kind: str,
+        port: str,
+        known: Leaves,
+        loose: Leaves,
+        fits: Fits,
+        from_one: FromOne,
+        found: Choice,
     ) -> None:
         common = _moments(known) & _moments(loose)
         ours, theirs = _distinct(known, common), _distinct(loose, common)
@@ -92,7 +107,7 @@ class LooseLeaves:
             if not fitting:
                 unlike += leaves
                 continue
-            pairs = self._pairs(kind, port, leaves, fitting, known, loose, len(theirs))
+            pairs = self._pairs(kind, port, leaves, fitting, known, loose, len(theirs), from_one)
             left = [name for name in fitting if name not in pairs.values()]
             for same in leaves:
                 name = pairs.get(same[0])
@@ -122,17 +137,28 @@ class LooseLeaves:
         known: Leaves,
         loose: Leaves,
         many: int,
+        from_one: FromOne,
     ) -> dict[str, str]:
         """Pairs among leaves of one shape and kind."""
         firsts = [same[0] for same in leaves]
         if len(firsts) == len(fitting) == 1:
-            return {firsts[0]: fitting[0]}
-        pairs = _by_values(firsts, fitting, known, loose)
+            if port != "input":
+                return {firsts[0]: fitting[0]}
+            # A layer that took in the one before it reads that one's input, of the same shape.
+            ours, theirs = _meeting(known[firsts[0]], loose[fitting[0]])
+            same = True if _alike(ours, theirs) else from_one(ours, theirs)
+            if same is False:
+                return {}
+            pairs = {firsts[0]: fitting[0]} if same else {}
+        else:
+            pairs = _by_values(firsts, fitting, known, loose)
         for leaf, name in pairs.items():
             self._learnt[kind, port, leaf, many] = name
         for leaf in firsts:
-            earlier = self._learnt.get((kind, port, leaf, many), "")
-            if leaf not in pairs and earlier in fitting and earlier not in pairs.values():
+            earlier = self._learnt.get((kind, port, leaf, many))
+            if earlier is None or leaf in pairs or earlier in pairs.values():
+                continue
+            if earlier in fitting:
                 pairs[leaf] = earlier
         left = [leaf for leaf in firsts if leaf not in pairs]
         rest = [name for name in fitting if name not in pairs.values()]
@@ -163,6 +189,21 @@ def _by_values(
     return found
 
 
+def _meeting(known: Sequence[Record], loose: Sequence[Record]) -> tuple[Record, Record]:
+    """A record of each side, of one moment where they have one in common."""
+    moments = {_moment(record) for record in known}
+    at = next((_moment(record) for record in loose if _moment(record) in moments), None)
+    return _record(known, at), _record(loose, at)
+
+
+def _alike(ours: Record, theirs: Record) -> bool:
+    """Whether nothing in two tensors of one shape speaks against their being the same value."""
+    if not ours.stored or not theirs.stored:
+        error = float(content_errors([ours], [theirs])[0, 0])
+        return error < _ROUGH or math.isinf(error)
+    return agreement(ours.tensor(), theirs.tensor()).clear
+
+
 def _in_another_layout(
     port: str, records: Sequence[Record], loose: Leaves, free: Sequence[str], fits: Fits
 ) -> tuple[str | None, str]:
@@ -184,6 +225,11 @@ def _in_another_layout(
 
 
 def _undecided(port: str, values: int, leaves: int) -> str:
+    if values == leaves == 1:
+        return (
+            "the one value of this shape that enters the compiled layer holds something else: it "
+            "has diverged, or layers were put together"
+        )
     if values == 1:
         return (
             f"one value of this shape {_way(port)} the layer, and the compiled model does not say "

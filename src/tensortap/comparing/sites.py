@@ -18,6 +18,7 @@ from .align import LayerPair
 from .loose import DROPPED, PASSED_ON, LooseLeaves, is_loose, plain_leaf
 from .moments import Arrangement, MomentPair, by_moment, by_samples, in_words
 from .sketch import EXACT, NONE, Agreement, compare_values, sample
+from .sources import Sources
 from .transforms import Transform, layouts, reorderings
 
 __all__ = ["MomentPair", "SitePair", "SitePairer"]
@@ -79,6 +80,7 @@ class SitePairer:
         self._confirmed: dict[tuple[str, str], str] = {}
         self._leaves: dict[tuple[str, str], str] = {}
         self._loose = LooseLeaves()
+        self._sources = (Sources(reference), Sources(candidate))
         self._runtimes = (runtime_of(reference), runtime_of(candidate))
 
     def pair(self, pair: LayerPair) -> list[SitePair]:
@@ -147,6 +149,7 @@ class SitePairer:
         name, flipped = pair.reference.name, sides == (True, False)
         known, loose = (right, left) if flipped else (left, right)
         knowing = pair.candidate if flipped else pair.reference
+        sources = self._sources[::-1] if flipped else self._sources
 
         def site(ours: Sequence[Record], theirs: Sequence[Record]) -> SitePair:
             both = (theirs, ours) if flipped else (ours, theirs)
@@ -159,6 +162,7 @@ class SitePairer:
             {leaf: records for leaf, records in known.items() if leaf not in named},
             {leaf: records for leaf, records in loose.items() if leaf not in named.values()},
             lambda ours, theirs: not site(ours, theirs).problem,
+            lambda ours, theirs: sources[0].same(ours, sources[1], theirs),
         )
         for leaf, other in named.items():
             choice.add(leaf, other, loose[other])
