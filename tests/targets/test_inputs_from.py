@@ -370,6 +370,14 @@ class TestSignatures:
         batch, notes = fitted(tmp_path / "a.npy", Takes.of(Takes3().double()))
         assert batch.args[0].dtype == torch.float64 and not notes
 
+    def test_an_object_that_can_be_called(self, tmp_path: Path) -> None:
+        class Served:
+            def __call__(self, ids: Any) -> Any:
+                return ids
+
+        with pytest.raises(OptionError, match="'ids' is missing; 'idx' is unknown"):
+            fitted(saved(tmp_path / "a.safetensors", idx=IDS), Takes.of(Served()))
+
     def test_one_that_takes_anything(self, tmp_path: Path) -> None:
         class Any_(nn.Module):
             def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -98,6 +98,28 @@ def test_the_manifest_beside_a_model_is_found(folder: Path, tmp_path: Path) -> N
     assert torch.equal(run[""].output, model(torch.ones(2, 3)))
 
 
+class Nested(nn.Module):
+    def forward(self, x: torch.Tensor, past: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        for item in past:
+            x = x * item["key"] + item["value"]
+        return x
+
+
+@pytest.mark.parametrize("form", ["names", "positions"])
+def test_nested_inputs_go_by_the_names_of_the_program(tmp_path: Path, form: str) -> None:
+    values = [torch.full((2,), float(i + 2)) for i in range(5)]
+    past = [{"key": values[1], "value": values[2]}, {"key": values[3], "value": values[4]}]
+    exported = torch.export.export(Nested(), (values[0], past))
+    torch.export.save(exported, tmp_path / "model.pt2")
+    names = [argument.name for argument in open_program(tmp_path / "model.pt2").arguments or ()]
+    assert len(names) == 5 and names[0] == "x"
+    keys = names if form == "names" else map(str, range(5))
+    save_file(dict(zip(keys, values, strict=True)), tmp_path / "in.safetensors")
+    spec = str(tmp_path / "model.pt2")
+    target = load_target(spec, inputs_from=[tmp_path / "in.safetensors"])
+    assert torch.equal(target(target.batches[0]), Nested()(values[0], past))
+
+
 class Holder:
     """What a serving stack hands out: the compiled part is somewhere inside."""
 

@@ -28,12 +28,15 @@ class Takes:
     """What a model takes; `more` by name, or `more_by_position`, than it says.
 
     `floating` is what a number without a dtype of its own becomes, where nothing is declared.
+    `by_name`: what is given by position is handed over by name, which a compiled model takes even
+    where its inputs were nested.
     """
 
     arguments: tuple[Argument, ...] = ()
     more: bool = False
     more_by_position: bool = False
     floating: torch.dtype = torch.float32
+    by_name: bool = False
 
     @classmethod
     def of(cls, model: Any) -> Takes:
@@ -41,12 +44,12 @@ class Takes:
         if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
             return _signature(model)
         if not isinstance(model, Program):
-            return cls(more=True, more_by_position=True)
+            return _of_function(model if callable(model) else None, torch.float32)
         floats = [d for d in map(_dtype, model.describe().get("dtypes", ())) if _is_float(d)]
         floating = floats[0] if len(floats) == 1 and floats[0] is not None else torch.float32
         if model.arguments is None:
             return cls(more=True, more_by_position=True, floating=floating)
-        return cls(tuple(model.arguments), floating=floating)
+        return cls(tuple(model.arguments), floating=floating, by_name=True)
 
     def __str__(self) -> str:
         told = ", ".join(_told(argument) for argument in self.arguments[:12])
@@ -68,8 +71,12 @@ def _signature(model: nn.Module) -> Takes:
         model = model._orig_mod  # type: ignore[assignment]
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     floating = floats.pop() if len(floats) == 1 else torch.float32
+    return _of_function(model.forward, floating)
+
+
+def _of_function(function: Any, floating: torch.dtype) -> Takes:
     try:
-        parameters = inspect.signature(model.forward).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return Takes(more=True, more_by_position=True, floating=floating)
     kinds = inspect.Parameter
@@ -106,9 +113,9 @@ def fit(
     missing = [a.name for a in takes.arguments if a.required and a.name not in found.filled]
     lacking = [f"{name!r} is missing" for name in missing]
     args = [found.args[index] for index in sorted(found.args)]
-    if sorted(found.args) != list(range(len(args))):
-        gap = next(index for index in range(len(args) + 1) if index not in found.args)
+    if takes.by_name or sorted(found.args) != list(range(len(args))):
         if not all(index < len(names) for index in found.args):
+            gap = next(index for index in range(len(args) + 1) if index not in found.args)
             lacking.append(f"position {gap} is missing")
         found.kwargs |= {names[i]: v for i, v in found.args.items() if i < len(names)}
         args = []
