@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import tensortap as tap
+from programs.models import MODELS
 from schemas import validate
 from tensortap.cli.main import app
 from tensortap.comparing.loose import is_loose
@@ -624,3 +625,135 @@ def test_what_a_compiled_model_cannot_say_is_no_difference(write: Write) -> None
     compiled = write([("a", "", OUT)], "scope", target={"class": "Net", "parameters": 8})
     found = {d.name: (d.reference, d.candidate) for d in tap.compare(eager, compiled).environment}
     assert found == {"runtime": ("eager", "torchscript"), "target.parameters": ("7", "8")}
+
+
+# --- from end to end -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def awkward(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model, recorded as it is and in four compiled forms, read from their files."""
+    folder = tmp_path_factory.mktemp("awkward")
+    model, args, kwargs = MODELS["awkward"]()
+    torch.jit.trace(model, args, strict=False, check_trace=False).save(folder / "traced.pt")
+    torch.jit.script(model).save(folder / "scripted.pt")
+    torch.export.save(torch.export.export(model, args, strict=False), folder / "exported.pt2")
+    programs: dict[str, Any] = {
+        "eager": model,
+        "traced": torch.jit.load(folder / "traced.pt"),
+        "scripted": torch.jit.load(folder / "scripted.pt"),
+        "exported": torch.export.load(folder / "exported.pt2"),
+    }
+    for name, program in programs.items():
+        with torch.no_grad(), tap.record(program, folder / name, layers="all", inputs=True) as rec:
+            rec.run(*args, **kwargs)
+    return {name: folder / name for name in programs}
+
+
+@pytest.mark.parametrize("form", ["traced", "scripted", "exported"])
+def test_every_value_that_a_program_still_holds_is_the_modules(
+    awkward: dict[str, Path], form: str
+) -> None:
+    for one, other in ((awkward["eager"], awkward[form]), (awkward[form], awkward["eager"])):
+        result = tap.compare(one, other)
+        assert result.same and result.counts["identical"] >= 13 and not result.warnings
+        assert set(result.counts) <= {"identical", "missing"}
+        for row in result.layers:
+            for part in row.parts:
+                assert part.verdict in ("identical", "missing"), (row.layer, part)
+                assert part.verdict == "identical" or ": " in part.why, part.why
+            if row.verdict == "missing":
+                assert ": " in row.note, row.note
+    if form == "scripted":
+        assert result.counts == {"identical": 16}
+    assert check(awkward[form]) == []
+
+
+def test_two_programs_of_one_model(awkward: dict[str, Path]) -> None:
+    result = tap.compare(awkward["traced"], awkward["exported"])
+    assert result.same and result.counts["identical"] >= 13
+    names = {item.name: (item.reference, item.candidate) for item in result.environment}
+    assert names["runtime"] == ("torchscript", "export")
+
+
+def test_reasons_of_a_traced_model(awkward: dict[str, Path]) -> None:
+    result = tap.compare(awkward["eager"], awkward["traced"])
+    assert "passes its input on" in result["same"].note
+    assert "nothing reads what it returns" in result["unused"].note
+    found = parts(result["named"])
+    assert found["['scores']"][0] == "missing" and "dropped it" in found["['scores']"][1]
+    done = CliRunner().invoke(app, ["compare", str(awkward["eager"]), str(awkward["traced"])])
+    assert done.exit_code == 0 and "hook / scope" in done.output
+    shown = CliRunner().invoke(app, ["show", str(awkward["traced"])]).output
+    assert "self-check: output identical with and without taps" in shown
+
+
+def test_a_bug_in_a_compiled_model_is_found_where_it_is(
+    awkward: dict[str, Path], tmp_path: Path
+) -> None:
+    model, args, kwargs = MODELS["awkward"]()
+    with torch.no_grad():
+        model.get_submodule("split.narrow").weight.mul_(1.5)
+    traced = torch.jit.trace(model, args, strict=False, check_trace=False)
+    with tap.record(traced, tmp_path / "bug", layers="all", inputs=True) as rec:
+        rec.run(*args, **kwargs)
+    first = tap.compare(awkward["eager"], tmp_path / "bug").first_divergence
+    assert first is not None
+    assert (first.layer, first.origin) == ("split.narrow", "made here")
+
+
+def test_while_a_program_runs(awkward: dict[str, Path], tmp_path: Path) -> None:
+    """Streaming says what comparing two recordings says."""
+    model, args, kwargs = MODELS["awkward"]()
+    traced = torch.jit.trace(model, args, strict=False, check_trace=False)
+    options: dict[str, Any] = {"layers": "all", "inputs": True}
+    with tap.record(traced, tmp_path / "t", against=awkward["eager"], **options) as rec:
+        rec.run(*args, **kwargs)
+    with (
+        torch.no_grad(),
+        tap.record(model, tmp_path / "e", against=awkward["traced"], **options) as r,
+    ):
+        r.run(*args, **kwargs)
+    for found, one, other in (
+        (rec.comparison, "eager", "traced"),
+        (other_way.comparison, "traced", "eager"),
+    ):
+        expected = tap.compare(awkward[one], awkward[other])
+        assert found.counts == expected.counts
+        for row in expected.layers:
+            live = found[row.layer]
+            assert (live.verdict, live.note) == (row.verdict, row.note)
+            assert live.provenance == row.provenance
+            assert live.candidate_provenance == row.candidate_provenance
+
+
+def test_a_program_inside_an_object(awkward: dict[str, Path], tmp_path: Path) -> None:
+    """Seed 001: `models[0].model` is compiled; its layers stand behind that path."""
+    model, args, kwargs = MODELS["awkward"]()
+
+    class Wrapper:
+        def __init__(self, program: Any) -> None:
+            self.model = program
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.model(*args, **kwargs)
+
+    class Application:
+        def __init__(self, program: Any) -> None:
+            self.models = [Wrapper(program)]
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self.models[0](*args, **kwargs)
+
+    held = Application(torch.jit.trace(model, args, strict=False, check_trace=False))
+    with tap.record(held, tmp_path / "held", layers="all", inputs=True) as rec:
+        rec.run(*args, **kwargs)
+    result = tap.compare(awkward["eager"], tmp_path / "held")
+    assert result["cached"].candidate_layer == "models.0.model.cached"
+    alone = tap.compare(awkward["eager"], awkward["traced"])
+    assert result.counts["identical"] == alone.counts["identical"]
+    # The object has a root of its own, so the part's has no partner.
+    beyond = {row.layer for row in result.layers} - {row.layer for row in alone.layers}
+    assert beyond == {"models.0.model"}
+    assert "passes its input on" in result["same"].note
+    assert result[""].verdict == "identical"
