@@ -215,8 +215,9 @@ class _Kind:
                 "object was given. Record the manifest's own path instead."
             )
         where = f"This {type(model).__qualname__}"
-        if not callable(model):
-            inner: Program = _runtime_of(model).program(model, replace(options, manifest=None))
+        runtime = _runtime_of(model)
+        if runtime is not None:
+            inner: Program = runtime.program(model, replace(options, manifest=None))
             return OpaqueProgram(
                 inner.plain,
                 manifest,
@@ -234,9 +235,10 @@ class _Kind:
 
 
 def _runtime_of(model: object) -> Any:
+    """How other runtimes' objects are run; a module, whatever is in it, is run by calling it."""
     from .kinds import kind_of
 
-    return None if callable(model) else kind_of(model)
+    return None if isinstance(model, nn.Module) else kind_of(model)
 
 
 def _described(model: Any) -> dict[str, Any]:
