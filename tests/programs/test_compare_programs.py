@@ -709,11 +709,9 @@ def test_while_a_program_runs(awkward: dict[str, Path], tmp_path: Path) -> None:
     options: dict[str, Any] = {"layers": "all", "inputs": True}
     with tap.record(traced, tmp_path / "t", against=awkward["eager"], **options) as rec:
         rec.run(*args, **kwargs)
-    with (
-        torch.no_grad(),
-        tap.record(model, tmp_path / "e", against=awkward["traced"], **options) as r,
-    ):
-        r.run(*args, **kwargs)
+    options["against"] = awkward["traced"]
+    with torch.no_grad(), tap.record(model, tmp_path / "e", **options) as other_way:
+        other_way.run(*args, **kwargs)
     for found, one, other in (
         (rec.comparison, "eager", "traced"),
         (other_way.comparison, "traced", "eager"),
