@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 import warnings
@@ -348,6 +350,33 @@ def test_files_are_told_apart(tmp_path: Path) -> None:
         open_exported(broken, Options())
     with pytest.raises(TargetError, match="does not exist"):
         open_exported(tmp_path / "none.pt2", Options())
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_a_file_runs_no_code_when_it_is_loaded(tmp_path: Path) -> None:
+    model, args, kwargs = MODELS["demo"]()
+    torch.export.save(export(model, args, kwargs), tmp_path / "good.pt2")
+    payload = io.BytesIO()
+    torch.save(((Evil(tmp_path / "ran"),), {}), payload)
+    with (
+        zipfile.ZipFile(tmp_path / "good.pt2") as source,
+        zipfile.ZipFile(tmp_path / "evil.pt2", "w") as target,
+    ):
+        for name in source.namelist():
+            whole = payload.getvalue() if "sample_inputs" in name else source.read(name)
+            target.writestr(name.replace("good/", "evil/"), whole)
+    with pytest.raises(TargetError, match="could run code"):
+        open_exported(tmp_path / "evil.pt2", Options())
+    assert not (tmp_path / "ran").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+    open_exported(tmp_path / "good.pt2", Options())
 
 
 def test_other_objects_are_not_accepted() -> None:

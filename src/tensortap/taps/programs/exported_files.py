@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import logging
+import os
+import pickle
 import re
 import zipfile
 from collections.abc import Iterator
@@ -47,14 +50,29 @@ def load_exported(path: Path) -> Any:
         raise TargetError(f"'{path}' {what}.")
     _register(path)
     try:
-        with _quiet() as said:
+        with _quiet() as said, _no_code(), torch.serialization.safe_globals(_caches(path)):
             return torch.export.load(path)
     except Exception as error:
+        if _has_pickle(error):
+            raise TargetError(
+                f"The exported program '{path}' holds Python objects besides tensors, and loading "
+                "them could run code. If you trust it, load it with torch.export.load in a target "
+                "function and return that."
+            ) from error
         words = next((text for text in said if text), "") or str(error)
         raise TargetError(
             f"The exported program '{path}' cannot be loaded: {_first(words)} If it uses operators "
             "or output classes of a library, import that library first (a target function may)."
         ) from error
+
+
+def _has_pickle(error: BaseException | None) -> bool:
+    """Whether torch refused to unpickle something, here or in what led to it."""
+    while error is not None:
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _members(path: Path) -> list[str]:
@@ -86,12 +104,47 @@ def _register(path: Path) -> None:
     for name in sorted(set(re.findall(r"transformers(?:\.\w+)+", text))):
         _attempt(name.rpartition(".")[0])
     if "DynamicCache" in text:
-        _attempt("transformers.integrations.executorch")
+        with contextlib.suppress(Exception):  # a second registration is refused
+            executorch = importlib.import_module("transformers.integrations.executorch")
+            executorch.register_dynamic_cache_export_support()
+
+
+def _caches(path: Path) -> list[Any]:
+    """The classes of caches that are among the example inputs, which hold tensors and no more."""
+    found: list[Any] = []
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if "/sample_inputs/" in name and name.endswith(".pt"):
+                with contextlib.suppress(Exception):
+                    source = io.BytesIO(archive.read(name))
+                    for whole in torch.serialization.get_unsafe_globals_in_checkpoint(source):
+                        home, _, kind = whole.rpartition(".")
+                        if home == "transformers.cache_utils":
+                            found.append(getattr(importlib.import_module(home), kind))
+    return found
 
 
 def _attempt(module: str) -> None:
     with contextlib.suppress(Exception):
         importlib.import_module(module)
+
+
+@contextlib.contextmanager
+def _no_code() -> Iterator[None]:
+    """Have torch refuse to unpickle anything but tensors and plain containers.
+
+    By itself it would try that first and then do what the file says.
+    """
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
 
 
 @contextlib.contextmanager

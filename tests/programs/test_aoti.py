@@ -1,0 +1,99 @@
+"""AOTInductor: an exported program compiled with taps, and packages that are compiled already."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tensortap as tap
+from programs.eager_calls import compare_calls, eager_calls, run_all
+from tensortap.errors import TargetError
+from tensortap.taps.programs.aoti import KIND, AotiProgram
+from tensortap.taps.programs.base import Options
+from tensortap.taps.programs.kinds import open_program
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.act = nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.act(self.linear(x))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    model = Model().eval()
+    path = tmp_path_factory.mktemp("aoti") / "m.pt2"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(torch.export.export(model, (torch.randn(4, 8),), strict=False), path)
+    return model, path
+
+
+def test_names_are_those_of_the_export(saved: tuple[nn.Module, Path]) -> None:
+    program = open_program(saved[1], Options(runtime="aoti"))
+    assert isinstance(program, AotiProgram)
+    assert [(place.name, place.type) for place in program.places] == [
+        ("linear", "Linear"),
+        ("act", "SiLU"),
+        ("", "Model"),
+    ]
+    assert not program.exact
+    assert set(program.linears()) == {"linear"}
+    assert not KIND.recognises(saved[1])  # without --runtime it is an exported program
+    assert open_program(saved[1]).runtime == "export"
+
+
+def test_a_damaged_package_is_a_sentence(tmp_path: Path) -> None:
+    import zipfile
+
+    path = tmp_path / "bad.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("bad/data/aotinductor/model/x.so", b"no code")
+    assert KIND.recognises(path)
+    with pytest.raises(TargetError, match="cannot be loaded"):
+        open_program(path)
+
+
+@pytest.mark.slow
+def test_the_compiled_program_is_heard(saved: tuple[nn.Module, Path], tmp_path: Path) -> None:
+    model, path = saved
+    x = torch.randn(4, 8)
+    output, eager = eager_calls(model, (x,))
+    program = open_program(path, Options(runtime="aoti"))
+    assert isinstance(program, AotiProgram)
+    with tap.record(program, tmp_path / "aoti", layers="all") as recording:
+        found = recording.run(x)
+    torch.testing.assert_close(found, output, rtol=0, atol=1e-5 * float(output.abs().max()))
+    run = tap.open(tmp_path / "aoti")
+    assert run.layers == ["linear", "act", ""]
+    for layer, leaves in eager:
+        expected = leaves[0][1]
+        limit = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(run[layer].output, expected, rtol=0, atol=limit)
+    assert {record.provenance for record in run["act"].records} == {"scope"}
+    checks = run.manifest.self_checks
+    assert {check["check"] for check in checks} == {"output", "linear"}
+    assert all(check["passed"] for check in checks)
+
+    # The package itself gives its outputs alone.
+    package = Path(program._folder.name) / "1.pt2"  # what the self-check ran first
+    opaque = open_program(package)
+    assert opaque.runtime == "aoti"
+    assert [place.name for place in opaque.places] == [""]
+    torch.testing.assert_close(opaque.plain((x,), {}), output)
+    live = open_program(torch._inductor.aoti_load_package(str(package)))
+    assert live.runtime == "aoti"
+    assert compare_calls(live, run_all(live, (x,)), []) == {
+        "whole": [],
+        "partly": [],
+        "gone": [],
+        "wrong": [],
+    }
