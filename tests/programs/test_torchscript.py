@@ -442,3 +442,44 @@ def test_taps_are_on_the_chosen_layers_alone() -> None:
         ("cached.q", False),
         ("exit", True),
     ]
+
+
+def test_a_compiled_hook_is_not_overheard() -> None:
+    """What the next layer receives is what the hook made, which no call of a layer returned."""
+
+    def doubled(self: Any, input: Tuple[Tensor], output: Tensor) -> Tensor:  # noqa: UP006
+        return output * 2
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Inner(), Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x))
+
+    model = Model().eval()
+    model.a.register_forward_hook(doubled)
+    program = ScriptProgram(reloaded(torch.jit.script(model)))
+    x = torch.randn(2, 4)
+    gone = {place.name: place.gone for place in program.places if place.gone}
+    assert list(gone) == ["a"] and "hook" in gone["a"]
+    calls = listened(program, (x,), {})
+    assert [call.layer for call in calls] == ["a.lin", "b.lin", "b"]
+    assert same(calls[-1].outputs[0][1], model(x))
+
+
+def test_what_runs_in_a_fork_is_left_out_with_that_reason() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Inner(), Inner()
+
+        def forward(self, x: Tensor) -> Tensor:
+            future = torch.jit.fork(self.a, x)
+            return self.b(x) + torch.jit.wait(future)
+
+    program = ScriptProgram(torch.jit.script(Model()))
+    places = {place.name: place.gone for place in program.places}
+    assert "fork" in places["a"] and "fork" in places["a.lin"]
+    assert [call.layer for call in listened(program, (torch.randn(2, 4),), {})] == ["b.lin", "b"]

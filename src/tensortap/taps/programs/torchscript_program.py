@@ -42,6 +42,11 @@ class ScriptProgram:
         if joined:
             learnt = self._learn()
         self.notes += [*joined, *learnt.notes]
+        if module._c._get_forward_hooks() or module._c._get_forward_pre_hooks():
+            self.notes.append(
+                "The TorchScript model has hooks of its own: they run when it is called, not "
+                "when a recording runs it by itself (rec.run)."
+            )
         self.places: Sequence[Place] = _places(self._tree, learnt)
         self.arguments: Sequence[Argument] | None = arguments_of(self._forward)
         self._found = learnt.found
@@ -251,7 +256,10 @@ def _places(tree: Tree, learnt: Surgeon) -> list[Place]:
             before.setdefault(_holder(node.name, called), []).append(node)
     found: list[Place] = []
     for name in [*order, ""]:
-        found += [Place(n.name, n.type, gone=_UNCALLED) for n in reversed(before.get(name, []))]
+        found += [
+            Place(n.name, n.type, gone=learnt.lost.get(n.name, _UNCALLED))
+            for n in reversed(before.get(name, []))
+        ]
         node = nodes.get(name, tree.root)
         if not name:
             found.append(Place("", node.type, "hook"))

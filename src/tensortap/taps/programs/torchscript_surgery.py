@@ -11,6 +11,7 @@ The module itself stays the first argument of the graph, so weights and buffers 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ _CASTS = ("aten::to", *_ALIASES)
 _FORWARD = re.compile(r"forward\d*")
 IDENTITY = "it passes its input on and makes no value of its own"
 UNUSED = "nothing reads what it returns, so the compiler dropped it"
+HOOKED = "a hook that was compiled into the model changes what it returns"
+FORKED = "it runs in a task of its own (torch.jit.fork), where taps cannot follow"
 _STACK = re.compile(r"^\S.*\(\d+\): \S+", re.MULTILINE)
 
 
@@ -125,8 +128,11 @@ class Surgeon:
         taps.setType(list_of_any())
         weights = {inputs[index].unique(): weight for index, weight in given.items()}
         owner = Owner(node, inputs[0].unique(), weights)
-        for call in [n for n in nodes_of(graph) if n.kind() == "prim::CallMethod"]:
-            self._inline(graph, call, owner, taps)
+        for call in list(nodes_of(graph)):
+            if call.kind() == "prim::CallMethod":
+                self._inline(graph, call, owner, taps)
+            elif call.kind() == "prim::fork":
+                self._leave_out(call, owner)
         if layer is not None:
             self._learn(graph, owner, layer)
             self._tap(graph, inputs, owner, layer, taps, traced)
@@ -145,6 +151,10 @@ class Surgeon:
         if not self._wants(target) or not target.has_method(method):
             return
         layer = target if _FORWARD.fullmatch(method) else None
+        if layer is not None and _is_hooked(call):
+            self.lost[layer.name] = HOOKED
+            self.finished.append(layer)
+            layer = None
         given = {
             index: weight
             for index, value in enumerate(arguments)
@@ -161,6 +171,13 @@ class Surgeon:
         for old, new in zip(list(call.outputs()), results, strict=True):
             old.replaceAllUsesWith(new)
         call.destroy()
+
+    def _leave_out(self, fork: Any, owner: Owner) -> None:
+        """What runs beside the model may append at any time: its order would not be known."""
+        for value in fork.inputs():
+            module = owner.module(value) if value.type().kind() == "ClassType" else None
+            for node in () if module is None else module.walk():
+                self.lost.setdefault(node.name, FORKED)
 
     def _learn(self, graph: Any, owner: Owner, layer: Node) -> None:
         linear = _linear(graph, owner)
@@ -281,6 +298,17 @@ class Owner:
         return None if holder is None or not chain else (holder.path, chain[-1])
 
 
+def _is_hooked(call: Any) -> bool:
+    """Whether a hook, which takes the module and what it returned, makes something else of it."""
+    receiver = call.inputsAt(0).unique()
+    return any(
+        use.user.kind() == "prim::CallFunction"
+        and use.user.inputsAt(1).unique() == receiver
+        and use.user.output().type().kind() != "NoneType"
+        for use in call.output().uses()
+    )
+
+
 def nodes_of(block: Any) -> Iterator[Any]:
     """Every node of a graph or block, those of inner blocks behind their own node."""
     for node in block.nodes():
@@ -339,13 +367,19 @@ def elements(result: Any) -> list[Any]:
 
 
 def by_age(graph: Any, values: list[Any]) -> tuple[int, ...]:
-    """The positions of values, what was made last first."""
-    rank: dict[int, int] = {}
-    for node in nodes_of(graph):
-        for output in node.outputs():
-            rank[output.unique()] = len(rank)
-    ages = [rank.get(origin(value).unique(), -1) for value in values]
-    return tuple(sorted(range(len(values)), key=lambda index: -ages[index]))
+    """The positions of values that a graph returns, what was made last first."""
+    inputs = {value.unique() for value in graph.inputs()}
+
+    def compare(left: int, right: int) -> int:
+        one, other = origin(values[left]), origin(values[right])
+        given = [value.unique() in inputs for value in (one, other)]
+        if any(given):
+            return given[0] - given[1]
+        if one.node() == other.node():
+            return int(other.offset() - one.offset())
+        return 1 if one.node().isBefore(other.node()) else -1
+
+    return tuple(sorted(range(len(values)), key=functools.cmp_to_key(compare)))
 
 
 def _links(value: Any, inputs: Collection[int]) -> list[tuple[str, Any, Any]] | None:
