@@ -755,3 +755,23 @@ def test_a_program_inside_an_object(awkward: dict[str, Path], tmp_path: Path) ->
     assert beyond == {"models.0.model"}
     assert "passes its input on" in result["same"].note
     assert result[""].verdict == "identical"
+
+
+def test_arguments_by_name_and_by_position_are_the_same_inputs(tmp_path: Path) -> None:
+    model = torch.nn.Bilinear(3, 4, 2)
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
+    traced = torch.jit.trace(model, (x, y))
+    runs = {
+        "eager": (model, (x, y), {}),
+        "named": (traced, (), {"input2": y, "input1": x}),
+        "other": (traced, (), {"input2": y, "input1": -x}),
+    }
+    for name, (program, args, kwargs) in runs.items():
+        with torch.no_grad(), tap.record(program, tmp_path / name, layers="") as rec:
+            rec.run(*args, **kwargs)
+    same = tap.compare(tmp_path / "eager", tmp_path / "named")
+    assert same.same_input is True and not same.warnings and same[""].verdict == "identical"
+    assert "inputs" not in {item.name for item in same.environment}
+    other = tap.compare(tmp_path / "eager", tmp_path / "other")
+    assert other.same_input is False and "different inputs" in other.warnings[0]
+    assert "inputs" in {item.name for item in other.environment}

@@ -120,6 +120,7 @@ class InputLog:
 
     def __init__(self) -> None:
         self.digests: list[str] = []
+        self.values: list[str] = []  # the same without the arguments' names, in no order
         self.input_ids: Any = None
         self._last: tuple[int, int] | None = None
 
@@ -142,11 +143,17 @@ class InputLog:
 
     def _digest(self, leaves: list[tuple[str, torch.Tensor | None]]) -> str:
         digest = hashlib.blake2b(digest_size=16)
+        values = []
         for leaf, tensor in leaves:
             if tensor is not None:
-                digest.update(f"{leaf} {dtype_name(tensor.dtype)} {tuple(tensor.shape)}".encode())
-                digest.update(_bytes(tensor))
+                form, content = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", _bytes(tensor)
+                digest.update(f"{leaf} {form}".encode())
+                digest.update(content)
+                value = hashlib.blake2b(form.encode(), digest_size=16)
+                value.update(content)
+                values.append(value.hexdigest())
                 self._keep_ids(leaf, tensor)
+        self.values.append(" ".join(sorted(values)))
         return digest.hexdigest()
 
     def _keep_ids(self, leaf: str, tensor: torch.Tensor) -> None:
@@ -159,6 +166,7 @@ class InputLog:
         return {
             "digest": whole if self.digests else None,
             "batches": self.digests,
+            "values": hashlib.blake2b(repr(self.values).encode(), digest_size=16).hexdigest(),
             "input_ids": self.input_ids,
         }
 
