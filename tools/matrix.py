@@ -91,7 +91,7 @@ def run_cell(model: str, runtime: str, folder: Path, **options: Any) -> Cell:
     try:
         found = record(artefact, built, own / "recording", **options)
         eager = tap.open(folder / f"{model}-eager")
-        inside = artefact.inside() if artefact.inside else None
+        inside = artefact.inside(eager) if artefact.inside else None
         verdict = judge(eager, found, RUNTIMES[runtime], inside)
         kinds: dict[str, int] = {}
         for name in found.layers:
