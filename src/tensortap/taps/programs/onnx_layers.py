@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from .onnx_graph import Block, Chain, Node
-from .onnx_scopes import DROPPED, Scopes
+from .onnx_scopes import Scopes
 from .scopes import ModuleCall, Step, entering, leaving
 
-__all__ = ["Call", "Layers", "read_layers", "renamed"]
+__all__ = ["Call", "Layers", "read_layers"]
 
 UNUSED = "nothing reads what it returns, so the compiler dropped it"
 FOLDED = "the layer behind it was folded into it, and its own value is gone"
@@ -331,41 +331,3 @@ class _Reading:
             return True
         layers.doubts.setdefault(path, FOLDED)
         return False
-
-
-def renamed(layers: Layers, blocks: Sequence[Block], theirs: Sequence[Block]) -> Layers:
-    """The layers of a float model, as far as another graph holds the same values by name.
-
-    A value of another type is not the same: a quantiser may keep a name for the integers.
-    """
-    known = {name: block for block in theirs for name in block.maker}
-    held = {
-        name: block.chain
-        for block in blocks
-        for name in block.maker
-        if name in known and _is_same(name, block, known[name])
-    }
-    result = replace(layers, calls=[], gone=dict(layers.gone), notes=list(layers.notes))
-    for call in layers.calls:
-        chain = held.get(call.outputs[0])
-        if chain is None or len(chain) != len(call.chain):
-            result.gone.setdefault(call.layer, "the model no longer holds its value")
-            continue
-        outputs = tuple(name for name in call.outputs if held.get(name) == chain)
-        inputs = call.inputs if all(_held(name, held, blocks) for name in call.inputs) else ()
-        result.calls.append(replace(call, outputs=outputs, inputs=inputs, chain=chain, nodes=()))
-    lost = set(result.gone)
-    result.calls = [call for call in result.calls if call.layer not in lost]
-    return result
-
-
-def _is_same(name: str, here: Block, there: Block) -> bool:
-    """Whether a name is of the same value in both: of its type, and no ReLU that was dropped."""
-    kinds = {here.types.get(name), there.types.get(name)} - {None}
-    mine, theirs = here.maker[name], there.maker[name]
-    dropped = theirs.op in DROPPED and mine.op != theirs.op and not mine.proto.domain
-    return len(kinds) <= 1 and not (dropped and mine.op != "DequantizeLinear")
-
-
-def _held(name: str, held: Mapping[str, Chain], blocks: Sequence[Block]) -> bool:
-    return name in held or any(value.name == name for value in blocks[0].graph.input)

@@ -7,6 +7,7 @@ them, but kept the names of values: its float twin says which are whose.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
@@ -23,11 +24,12 @@ from ...errors import OptionError, TargetError
 from .base import Argument, HeardCall, Leaves, Options, Place, Provenance, Run, Runner, loose_leaves
 from .onnx_files import Loaded, check_operators, load, of_object, require
 from .onnx_graph import Block, read_blocks
-from .onnx_layers import Call, Layers, read_layers, renamed
+from .onnx_layers import Call, Layers, read_layers
 from .onnx_linears import Linear, find_linears
 from .onnx_scopes import read_scopes
 from .onnx_session import DTYPES, arguments_of, fed, open_session, run_names, run_session
 from .onnx_taps import Wanted, with_outputs
+from .onnx_twins import renamed
 
 __all__ = ["KIND", "OnnxProgram"]
 
@@ -79,18 +81,18 @@ class OnnxProgram:
                 f"'{path}' holds no layers' names either. Give the float model as "
                 "torch.onnx.export wrote it."
             )
-        found = renamed(layers, self._blocks, blocks)
+        twin = renamed(layers, self._blocks, blocks)
         mine, theirs = (
             [argument.name for argument in arguments_of(model)]
             for model in (self._loaded.model, other.model)
         )
-        if mine != theirs or not found.calls:
+        if mine != theirs or twin.alike * 2 < len(layers.calls):
             raise OptionError(
                 f"'{path}' is not the model that {self._loaded.name} was made from: of "
-                f"{len(layers.calls)} values of its layers, {len(found.calls)} are there by name; "
+                f"{len(layers.calls)} values of its layers, {twin.alike} are there by name; "
                 f"it takes {', '.join(theirs)}, and this one {', '.join(mine)}."
             )
-        return found
+        return twin.layers
 
     # Running.
 
@@ -203,11 +205,9 @@ class OnnxProgram:
         model = self._loaded.model
         dtypes: Counter[str] = Counter()
         for tensor in model.graph.initializer:
-            if tensor.data_type not in (6, 7, 9) or len(tensor.dims) > 1:
+            size = math.prod(tensor.dims)
+            if size > 1 and (tensor.data_type not in (6, 7, 9) or len(tensor.dims) > 1):
                 name = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
-                size = 1
-                for length in tensor.dims:
-                    size *= length
                 known = DTYPES.get(tensor.data_type)
                 dtypes[str(known).removeprefix("torch.") if known else name] += size
         found: dict[str, Any] = {
