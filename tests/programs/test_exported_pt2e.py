@@ -152,6 +152,26 @@ def test_a_convolution_may_hold_a_batch_norm(convolutions: Any) -> None:
     assert "--names-from" in program.notes[0]
 
 
+def test_a_bias_tells_of_a_batch_norm(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Conv2d(3, 4, 3, bias=False)
+            self.norm = nn.BatchNorm2d(4)
+            self.two = nn.Conv2d(4, 4, 1, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(self.norm(self.one(x)).relu())
+
+    _, _, file = quantised(Bare(), (torch.randn(2, 3, 8, 8),), tmp_path)
+    program = open_exported(file, Options())
+    known = {place.name: place for place in program.places}
+    assert "folded" in str(known["one"].gone)
+    assert known["two"].gone is None
+    assert known["two"].provenance == "scope"
+    assert program.notes == []
+
+
 def test_the_float_program_says_which(convolutions: Any) -> None:
     args, _, plain, file = convolutions
     program = open_exported(file, Options(names_from=plain))

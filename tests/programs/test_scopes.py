@@ -162,6 +162,19 @@ def test_a_quantised_value_with_readers_in_and_out_has_left() -> None:
     assert leaving(mended, ["out"])[OUTER] == ("in", "made")
 
 
+def test_what_is_quantised_for_the_caller_of_the_model_is_outside() -> None:
+    steps = [
+        Step("x", ()),
+        Step("made", ("x",), (A,)),
+        Step("q", ("made",)),
+        Step("dq", ("q",)),
+    ]
+    assert leaving(adopted(steps, ["q", "dq"], ["dq"]), ["dq"])[A] == ("made",)
+    steps.append(Step("inside", ("dq",), (A,)))
+    mended = adopted(steps, ["q", "dq"], ["dq"])
+    assert leaving(mended, ["dq", "inside"])[A] == ("inside", "made")
+
+
 # Real graphs.
 
 

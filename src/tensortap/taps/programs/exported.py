@@ -73,7 +73,7 @@ class ExportProgram:
         self.places: Sequence[Place] = found
         if self.reading.quantised:
             other = None if float_model is None else float_model.reading
-            self.places, notes = folded(found, self.reading, self.calls, other)
+            self.places, notes = folded(found, self.reading, other)
             self.notes += notes
 
     @property

@@ -84,7 +84,7 @@ def read(
     reader = _Reader({} if numbers is None else numbers)
     reader.graph(module, (), constants or {})
     reading = reader.reading
-    reading.steps = adopted(reading.steps, reader.orphans)
+    reading.steps = adopted(reading.steps, reader.orphans, reading.results)
     return reading
 
 

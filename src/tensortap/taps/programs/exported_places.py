@@ -12,7 +12,7 @@ from .base import Place
 from .exported_branches import BranchPlan
 from .exported_graph import Reading
 from .exported_nodes import operator_of
-from .exported_plan import CallPlan, Signature
+from .exported_plan import CallPlan, Signature, attribute
 from .scopes import ModuleCall
 
 __all__ = ["UNREAD", "folded", "places_of", "signatures_of"]
@@ -83,32 +83,28 @@ def places_of(
 def folded(
     places: Sequence[Place],
     reading: Reading,
-    calls: Sequence[CallPlan],
     other: Reading | None,
 ) -> tuple[list[Place], list[str]]:
     """Convolutions of a quantised graph, into which batch norms may have been folded.
 
-    The quantiser folds them before it does anything else and leaves no trace: the convolution's
-    value is then the batch norm's. With the float model's graph it is known which; without it, the
-    name of every convolution is a guess.
+    The quantiser folds them before it does anything else: the convolution's value is then the batch
+    norm's. A convolution without a bias has none in it, and one with a bias that is not its own has
+    one. Of the others the float model's graph tells; without it, their names are guesses.
     """
-    members = reading.members()
-    convolutions = {
-        path
-        for (path, _), inside in members.items()
-        if any(operator_of(reading.nodes[name]).startswith("conv") for name in inside)
-        and not any(key[0].startswith(f"{path}.") for key in members)
-    }
-    if not convolutions:
+    biases = _biases(reading)
+    if not biases:
         return list(places), []
     known = {} if other is None else _norms(other)
+    guessed = 0
     result = []
     for place in places:
-        if place.name in convolutions and place.gone is None:
-            if other is None:
+        if place.name in biases and place.gone is None:
+            bias = biases[place.name]
+            if place.name in known or (bias and bias != f"{place.name}.bias"):
+                place = replace(place, gone=_FOLDED)  # folding gives a bias to whoever has none
+            elif other is None and bias:
                 place = replace(place, provenance="inferred")
-            elif place.name in known:
-                place = replace(place, gone=_FOLDED)
+                guessed += 1
         result.append(place)
     here = {place.name for place in places}
     for norm in known.values():
@@ -116,13 +112,23 @@ def folded(
             result.insert(-1, Place(norm, "BatchNorm", gone=_INTO))
         else:
             result = [replace(p, gone=_INTO) if p.name == norm else p for p in result]
-    if other is not None:
+    if not guessed:
         return result, []
     return result, [
-        f"{len(convolutions)} convolutions of this quantised program may have had batch norms "
+        f"{guessed} convolutions of this quantised program may have had batch norms "
         "folded into them, and nothing in it says so: their names are inferred. The float "
         "program says which (--names-from float.pt2)."
     ]
+
+
+def _biases(reading: Reading) -> dict[str, str | None]:
+    """The layers that are convolutions, with the attribute that each reads its bias from."""
+    found: dict[str, str | None] = {}
+    for step in reading.steps:
+        if step.calls and operator_of(reading.nodes[step.name]).startswith("conv"):
+            path = step.calls[-1][0]
+            found[path] = found.get(path) or attribute(reading, step.name, 2)
+    return found
 
 
 def _norms(float_model: Reading) -> dict[str, str]:

@@ -18,7 +18,16 @@ from .exported_graph import Reading
 from .exported_nodes import operator_of
 from .scopes import ModuleCall, entering, leaving
 
-__all__ = ["CallPlan", "Linear", "Pick", "Signature", "linear_of", "plan_calls", "plan_weights"]
+__all__ = [
+    "CallPlan",
+    "Linear",
+    "Pick",
+    "Signature",
+    "attribute",
+    "linear_of",
+    "plan_calls",
+    "plan_weights",
+]
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def linear_of(reading: Reading, inside: Sequence[str]) -> Linear | None:
     """The linear that a call is, when it does nothing else; its weight is then surely its own."""
     if len(inside) != 1 or operator_of(reading.nodes[inside[0]]) != "linear":
         return None
-    weight, bias = (_attribute(reading, inside[0], index) for index in (1, 2))
+    weight, bias = (attribute(reading, inside[0], index) for index in (1, 2))
     return Linear(inside[0], weight, bias) if weight else None
 
 
@@ -181,7 +190,7 @@ def _operand(reading: Reading, linear: Linear | None) -> Pick | None:
     return Pick(spot.graph, given.name, spot.node, before=True)
 
 
-def _attribute(reading: Reading, name: str, index: int) -> str | None:
+def attribute(reading: Reading, name: str, index: int) -> str | None:
     """The attribute that an argument of a node is read from, where it is a weight."""
     node, spot = reading.nodes[name], reading.spots[name]
     value = node.args[index] if len(node.args) > index else None
@@ -217,8 +226,8 @@ def _owner(reading: Reading, name: str) -> str | None:
     at = _WEIGHT_AT.get(operator_of(reading.nodes[name]))
     if at is None:
         return None
-    weight = _attribute(reading, name, at[0])
-    bias = None if at[1] is None else _attribute(reading, name, at[1])
+    weight = attribute(reading, name, at[0])
+    bias = None if at[1] is None else attribute(reading, name, at[1])
     if weight is None or not weight.endswith(".weight"):
         return None
     layer = weight.removesuffix(".weight")

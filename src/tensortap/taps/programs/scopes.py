@@ -81,34 +81,34 @@ def entering(steps: Sequence[Step]) -> dict[ModuleCall, tuple[str, ...]]:
     return {call: tuple(names) for call, names in found.items()}
 
 
-def adopted(steps: Sequence[Step], orphans: Collection[str]) -> list[Step]:
+def adopted(
+    steps: Sequence[Step], orphans: Collection[str], results: Collection[str] = ()
+) -> list[Step]:
     """The steps, where those that a quantiser put in have the calls that they stand in.
 
     Quantising and dequantising nodes are no module's: they bear no scope, and whatever is quantised
     in the middle of a block would seem to leave it. Such a step stands in the calls that the maker
-    of its input and all its readers share.
+    of its input and all its readers share; whoever reads the graph's own `results` is outside.
     """
     lone = set(orphans)
     readers: dict[str, list[Step]] = {}
     for step in steps:
         for name in step.inputs:
             readers.setdefault(name, []).append(step)
-    ahead: dict[str, tuple[ModuleCall, ...] | None] = {}
+    ahead: dict[str, tuple[ModuleCall, ...]] = {}
     for step in reversed(steps):  # readers come later, so theirs are known
         if step.name in lone:
             found = [
                 ahead[reader.name] if reader.name in lone else reader.calls
                 for reader in readers.get(step.name, [])
             ]
-            known = [calls for calls in found if calls is not None]
-            ahead[step.name] = _shared(known) if known else None
+            ahead[step.name] = () if step.name in results else _shared(found)
     calls: dict[str, tuple[ModuleCall, ...]] = {}
     result = []
     for step in steps:
         if step.name in lone:
             behind = [calls[name] for name in step.inputs if name in calls]
-            after = ahead[step.name]
-            both = [*behind, *([after] if after is not None else [])]
+            both = [*behind, ahead[step.name]]
             step = replace(step, calls=_shared(both) if behind else ())
         calls[step.name] = step.calls
         result.append(step)
