@@ -26,8 +26,8 @@ __all__ = ["KIND", "OpaqueProgram", "open_with_manifest"]
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 _NO_TWIN = (
-    "The artefact is instrumented and there is none without taps beside it, so that its output "
-    "with taps is that without was not checked."
+    "Whether its taps change the model's own output was not checked: the manifest names no "
+    "artefact without taps."
 )
 
 
@@ -242,10 +242,13 @@ def _runtime_of(model: object) -> Any:
 
 
 def _described(model: Any) -> dict[str, Any]:
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule):
         return describe_module(model)
     kind = type(model)
-    return {"class": f"{kind.__module__}.{kind.__qualname__}"}
+    described: dict[str, Any] = {"class": f"{kind.__module__}.{kind.__qualname__}"}
+    if isinstance(model, nn.Module):
+        described["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+    return described
 
 
 KIND = _Kind()
