@@ -42,8 +42,8 @@ def export_demo(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _trace(model: nn.Module, ids: Tensor, path: Path) -> None:
-    traced: Any = torch.jit.trace(model, (ids,), check_trace=False)
-    traced.save(path)
+    trace: Any = torch.jit.trace  # untyped in torch
+    trace(model, (ids,), check_trace=False).save(path)
 
 
 def _export(model: nn.Module, ids: Tensor, path: Path) -> None:

@@ -200,3 +200,20 @@ def test_random_numbers_are_the_same_with_and_without_taps(tmp_path: Path) -> No
 def test_what_is_neither_model_nor_callable_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"Cannot record a builtins\.int"):
         tap.record(3, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["manifest", "weights", "names_from", "custom_ops"])
+def test_what_an_eager_model_has_no_use_for_is_refused(name: str, tmp_path: Path) -> None:
+    value = [tmp_path / "x"] if name == "custom_ops" else tmp_path / "x"
+    with pytest.raises(OptionError, match=f"{name} is for models that are already compiled"):
+        tap.record(nn.Linear(2, 2), tmp_path / "run", runtime="eager", **{name: value})
+
+
+def test_a_program_is_judged_while_it_runs(tmp_path: Path) -> None:
+    sound = _record(Pair(), tmp_path / "sound")
+    with tap.record(Pair(), tmp_path / "same", layers="all", against=sound) as recorder:
+        recorder.run(torch.arange(8.0).reshape(2, 4))
+    assert recorder.comparison.same
+    with tap.record(Pair(swapped=True), tmp_path / "other", layers="all", against=sound) as found:
+        found.run(torch.arange(8.0).reshape(2, 4))
+    assert not found.comparison.same

@@ -10,6 +10,8 @@ from torch import nn
 
 from ..errors import OptionError
 from .base import Ports, Tap, registered
+from .eager import EagerTap
+from .inside import InsideTap, find_parts
 from .programs.base import Options, Program
 from .programs.kinds import kind_of, open_program
 from .programs.tap import ProgramTap
@@ -36,18 +38,12 @@ def choose_tap(
 
 
 def _eager(model: Any, layers: Any, ports: Ports, default: bool, options: Options) -> Tap:
-    from .eager import EagerTap
-
-    try:
-        from .inside import InsideTap, find_parts
-    except ImportError:  # TODO while it is being written
-        find_parts = lambda model: []
-
     eager = isinstance(model, nn.Module) and not isinstance(model, torch.jit.ScriptModule)
     parts = [] if options.runtime == "eager" else find_parts(model)
     if parts:
         return InsideTap(model, parts, layers, ports, default=default, options=options)
     if eager:
+        _only_for_compiled(options)
         return EagerTap(model, layers, ports, default=default)
     if callable(model):
         program = open_program(model, options)
@@ -57,3 +53,19 @@ def _eager(model: Any, layers: Any, ports: Ports, default: bool, options: Option
         "torch.nn.Module, a compiled model (TorchScript, an exported program, ONNX Runtime, "
         "OpenVINO) or its file, a Python object that holds one, or anything that can be called."
     )
+
+
+def _only_for_compiled(options: Options) -> None:
+    """An option that an eager model has no use for is a mistake, and not to be passed over."""
+    given = {
+        "manifest": options.manifest,
+        "weights": options.weights,
+        "names_from": options.names_from,
+        "custom_ops": options.custom_ops,
+    }
+    for name, value in given.items():
+        if value:
+            raise OptionError(
+                f"{name} is for models that are already compiled, and this one is an eager module, "
+                "whose layers have their own names. Leave it out."
+            )

@@ -27,13 +27,7 @@ _OPAQUE = ("opaque", "KIND")
 
 def kinds() -> list[Kind]:
     """Every runtime, in the order in which they are asked; what is merely callable comes last."""
-    found = []
-    for home in (*_HOMES, _OPAQUE):
-        try:
-            found.append(_load(*home))
-        except ModuleNotFoundError:  # TODO while the files are being written
-            continue
-    return found
+    return [_load(*home) for home in (*_HOMES, _OPAQUE)]
 
 
 def _load(home: str, name: str) -> Kind:

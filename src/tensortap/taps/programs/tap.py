@@ -183,17 +183,8 @@ class ProgramTap:
         """Nothing is left over from one step to the next."""
 
     def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
-        lost = self.lost
-        reasons: dict[str, list[str]] = {}
-        for slot in silent:
-            if slot.name in lost:
-                reasons.setdefault(lost[slot.name], []).append(slot.name)
-        notes = [
-            f"{len(names)} of {len(self.slots)} selected layers are missing "
-            f"({_some(names)}): {why}."
-            for why, names in reasons.items()
-        ]
-        return notes, [slot for slot in silent if slot.name not in lost]
+        lost = self.lost  # what is lost has been said, layer by layer, as skipped
+        return [], [slot for slot in silent if slot.name not in lost]
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -340,7 +331,8 @@ class _State:
         buffers = getattr(program, "buffers", None)
         self._kept = [] if buffers is None else [(b, b.detach().clone()) for b in buffers()]
         self._random = torch.get_rng_state()
-        self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        started: Any = torch.cuda.is_initialized  # untyped in torch
+        self._on_gpus = torch.cuda.get_rng_state_all() if started() else []
 
     def put_back(self) -> None:
         torch.set_rng_state(self._random)
@@ -377,10 +369,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # whatever a user hands to a model may refuse to be copied
         return None
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names[:4]) + (", …" if len(names) > 4 else "")
 
 
 def _raise(error: Exception) -> None:
