@@ -352,3 +352,30 @@ class TestSelfCheck:
         words = ("record", target, "-o", tmp_path / "run", "-l", "all", "--accept-inferred")
         assert run(*words).code == 1
         assert open_recording(tmp_path / "run").layers == ["inner", "guess", ""]
+
+
+@pytest.mark.parametrize("split", [1, 2])
+def test_an_instrumented_model_has_its_names_beside_it(
+    run: Run, folder: Path, eager: Path, tmp_path: Path, split: int
+) -> None:
+    target, path = f"{folder / 'my_model.py'}:build", tmp_path / "model.pt"
+    made = run("instrument", target, "-o", path, "-l", "all", "--split", split)
+    assert made.code == 0, made.err
+    artefact = path if split == 1 else tmp_path / "model.taps.json"
+    given = ("--inputs-from", folder / "in.safetensors")
+    done = run("record", artefact, "-o", tmp_path / "run", "-l", "all", *given)
+    assert done.code == 0, done.err
+    compared = run("compare", eager, tmp_path / "run", "--json")
+    assert compared.json["counts"] == {"identical": len(open_recording(eager).layers)}
+
+
+def test_doctor_says_what_runs_compiled_models(run: Run) -> None:
+    facts = run("doctor", "--json").json
+    assert {"onnx", "openvino"} <= set(facts["extras"])
+    for name in ("onnx", "openvino"):
+        extra = facts["extras"][name]
+        assert set(extra["found"]) | set(extra["missing"])
+        assert extra["purpose"]
+    text = run("doctor").out
+    for word in ("onnxruntime", "openvino", "torchao", "record model.onnx"):
+        assert word in text
