@@ -384,6 +384,13 @@ def test_a_missing_layer_has_the_reason_that_its_run_gives(write: Write) -> None
         assert result["head"].note == f"missing in the {side}: {ABSENT.rstrip('.')}"
 
 
+def test_a_none_in_a_layer_is_no_reason_for_its_namesake(write: Write) -> None:
+    none = {"port": "output", "leaf": "[1]", "reason": "None stands where a tensor could"}
+    eager = write([("a", "", OUT), ("b", "[0]", K)], skipped=[{"layer": "b", **none, "count": 1}])
+    compiled = write([("a", "", OUT), ("b", "", K), ("module.b", "", LOGITS)], "scope")
+    assert tap.compare(eager, compiled)["module.b"].note == "missing in the reference"
+
+
 def test_what_was_not_asked_for_is_no_fault_of_the_compiler(write: Write) -> None:
     eager = write([("a", "", OUT), ("head", "", K)])
     compiled = write([("a", "", OUT)], "scope", layers=["a"])

@@ -38,7 +38,7 @@ class Absences:
         paired: Iterable[tuple[str, str]] = (),
     ) -> None:
         self._runs = {"reference": reference, "candidate": candidate}
-        self._skipped = {side: _by_layer(run.manifest) for side, run in self._runs.items()}
+        self._skipped = {side: _by_layer(run) for side, run in self._runs.items()}
         self._prefixes = _prefixes(paired)
 
     def reason(self, layer: str, side: str) -> str:
@@ -69,11 +69,17 @@ class Absences:
         return names
 
 
-def _by_layer(manifest: Manifest) -> dict[str, str]:
-    """One reason a layer: that of its output, where there is one."""
-    places = skipped_of(manifest)
+def _by_layer(run: Recording) -> dict[str, str]:
+    """One reason a layer: that of its output, where there is one.
+
+    A layer that was recorded, but for a None in what it returned, is not absent.
+    """
+    places = skipped_of(run.manifest)
+    there = set(run.layers)
     found: dict[str, str] = {}
     for (layer, _, _), reason in sorted(places.items(), key=lambda item: item[0][1] != "output"):
+        if layer in there:
+            continue
         found.setdefault(layer, reason)
         found.setdefault(normalised(layer), reason)
     return found
