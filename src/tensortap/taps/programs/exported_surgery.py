@@ -73,8 +73,8 @@ def with_taps(
 ) -> fx.GraphModule:
     """A copy of a module that returns (output, taps): the picks in order, then `Heard` a cond."""
     tapped, keys = _Surgeon(picks, conds or {}).operate(module, ())
-    wanted: list[object] = [*picks, *(conds or {})]
-    order = [keys.index(key) for key in wanted]
+    place = {key: index for index, key in enumerate(keys)}
+    order = [place[key] for key in (*picks, *(conds or {}))]
     output = _output(tapped)
     count = len(keys)
     made = output.args[0]
