@@ -4,7 +4,8 @@ A layer that owns weights is where they are used: a convolution that reads `stem
 other bias than `stem.0.bias` is `stem.0`. That is sure where the op reads all that the layer owns,
 and where no other layer's weights are the same. The rest is a guess, or nothing:
 
-- weights of equal content (norms that are all ones) are given out in the order of the names;
+- weights of equal content (norms that are all ones) are given out by the blocks in which the layers
+  before or behind them stand, where that comes out even;
 - a weight that is both looked up and multiplied by is tied, and one of the two has another name;
 - a weight that is read by something else (a scale inside a state space) says nothing about what its
   layer returns;
@@ -14,20 +15,17 @@ and where no other layer's weights are the same. The rest is a guess, or nothing
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .base import Provenance
-from .postdom import END, nearest_common, post_dominators
 from .torchscript_copies import holds_tensors
 from .torchscript_nodes import NodeTap
 from .torchscript_surgery import nodes_of
 
-__all__ = ["Anchored", "Weight", "anchors", "containers"]
+__all__ = ["Anchored", "Weight", "anchors"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,8 @@ class Anchored:
     taps: list[NodeTap]
     linears: dict[str, tuple[str, bool, str | None]]  # the weight, whether to transpose it, bias
     why: dict[str, str]
+    readers: dict[str, list[int]]  # where the weights of each layer are read
+    reading: set[int]  # the nodes that read any weight
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def anchors(
     taps: list[NodeTap] = []
     linears: dict[str, tuple[str, bool, str | None]] = {}
     why: dict[str, str] = {}
-    for item, name, alone in _named(found, why):
+    for item, name, alone in _named(found, why, _Neighbours(nodes, found)):
         sure = alone and not known[item.weight].doubtful and _is_main(known[item.weight], name)
         node = nodes[item.start]
         reads = tuple(
@@ -144,7 +144,12 @@ def anchors(
         if module not in named and module not in why:
             seen = any(f"{module}.{key}" in read for key in owned)
             why[module] = _ELSEWHERE if seen else _FOLDED
-    return Anchored(taps, linears, why)
+    reading = {
+        index
+        for index, node in enumerate(nodes)
+        if any(value.unique() in known for value in node.inputs())
+    }
+    return Anchored(taps, linears, why, _readers(nodes, known), reading)
 
 
 def _is_main(weight: Weight, module: str) -> bool:
@@ -242,7 +247,20 @@ def _adds(
     return None
 
 
-def _named(found: Sequence[_Found], why: dict[str, str]) -> list[tuple[_Found, str, bool]]:
+def _readers(nodes: Sequence[Any], known: Mapping[int, Weight]) -> dict[str, list[int]]:
+    """The nodes that read the weights of a layer, where no other has the same."""
+    found: dict[str, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for value in node.inputs():
+            weight = known.get(value.unique())
+            if weight is not None and len(weight.names) == 1:
+                found.setdefault(weight.names[0].rpartition(".")[0], []).append(index)
+    return found
+
+
+def _named(
+    found: Sequence[_Found], why: dict[str, str], near: _Neighbours
+) -> list[tuple[_Found, str, bool]]:
     """Each op with the layer whose call it is, and whether that is sure."""
     groups: dict[tuple[str, ...], list[_Found]] = {}
     for item in found:
@@ -260,55 +278,107 @@ def _named(found: Sequence[_Found], why: dict[str, str]) -> list[tuple[_Found, s
                     for item, is_table in zip(items, looked_up, strict=True)
                     if is_table is table
                 ]
-        elif len(items) == len(candidates):
-            ordered = sorted(candidates, key=_natural)
-            if len(set(looked_up)) == 2:
-                ordered.sort(key=lambda name: "emb" not in name.lower())
-                items = sorted(items, key=lambda item: item.kind != "aten::embedding")
+        elif len(items) != len(candidates):
+            why.update(dict.fromkeys(candidates, _TIED))
+        elif len(set(looked_up)) == 2:
+            ordered = sorted(candidates, key=lambda name: ("emb" not in name.lower(), name))
+            items = sorted(items, key=lambda item: item.kind != "aten::embedding")
             named += [(i, name, False) for i, name in zip(items, ordered, strict=True)]
+        elif (guesses := near.shared_out(items, candidates)) is not None:
+            named += [(item, name, False) for item, name in guesses]
         else:
             why.update(dict.fromkeys(candidates, _TIED))
     return sorted(named, key=lambda entry: entry[0].end)
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Sorts layers.2 before layers.10."""
-    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in re.split(r"[.]", name)]
+class _Neighbours:
+    """Which sure layers stand before and behind an op: names of one block stand together."""
+
+    def __init__(self, nodes: Sequence[Any], found: Sequence[_Found]) -> None:
+        sure = [item for item in found if len(item.candidates) == 1]
+        self._ends = {item.end: item.candidates[0] for item in sure}
+        self._starts = {item.start: item.candidates[0] for item in sure}
+        made = {id_: index for index, node in enumerate(nodes) for id_ in _made(node)}
+        self._before: dict[int, list[int]] = {}
+        self._behind: dict[int, list[int]] = {}
+        for index, node in enumerate(nodes):
+            for value in node.inputs():
+                source = made.get(value.unique())
+                if source is not None and holds_tensors(value.type()):
+                    self._before.setdefault(index, []).append(source)
+                    self._behind.setdefault(source, []).append(index)
+
+    def shared_out(
+        self, items: Sequence[_Found], candidates: Sequence[str]
+    ) -> list[tuple[_Found, str]] | None:
+        """Ops given to names by the block that their neighbours stand in.
+
+        Where norms stand in front of what they serve, what reads them is of their block; where
+        behind, what they read. All have to fit one of both, but for one that is left over.
+        """
+        room: dict[str, list[str]] = {}
+        for name in candidates:
+            room.setdefault(name.rpartition(".")[0], []).append(name)
+        ahead = [self._nearest(item.end, self._behind, self._starts, min) for item in items]
+        back = [self._nearest(item.start, self._before, self._ends, max) for item in items]
+        for neighbours in (ahead, back):
+            parents = _fitting([_block(name, room) for name in neighbours], room)
+            if parents is not None:
+                return [
+                    (items[index], name)
+                    for parent, names in room.items()
+                    for index, name in zip(
+                        [index for index, chosen in enumerate(parents) if chosen == parent],
+                        sorted(names, key=_turn),
+                        strict=True,
+                    )
+                ]
+        return None
+
+    def _nearest(
+        self,
+        start: int,
+        edges: Mapping[int, Sequence[int]],
+        known: Mapping[int, str],
+        choose: Callable[[Iterable[int]], int],
+    ) -> str | None:
+        """The nearest sure layer along the graph, others not passed through."""
+        seen: set[int] = set()
+        reached: set[int] = set()
+        waiting = [start]
+        while waiting:
+            for index in edges.get(waiting.pop(), ()):
+                if index in known:
+                    reached.add(index)
+                elif index not in seen:
+                    seen.add(index)
+                    waiting.append(index)
+        return known[choose(reached)] if reached else None
 
 
-def containers(graph: Any, taps: Sequence[NodeTap]) -> list[NodeTap]:
-    """Guesses of what the modules above the layers return: where all that they made meets."""
-    nodes = list(nodes_of(graph))
-    outer = {id_ for node in graph.nodes() for id_ in _made(node)}
-    numbers = {id_: index for index, node in enumerate(nodes) for id_ in _made(node)}
-    readers: dict[int, list[int]] = {}
-    for index, node in enumerate(nodes):
-        for value in node.outputs():
-            if holds_tensors(value.type()):
-                for use in value.uses():
-                    ids = _made(use.user)
-                    after = numbers[ids[0]] if ids and ids[0] in numbers else END
-                    readers.setdefault(index, []).append(after)
-    nearest = post_dominators(readers, len(nodes))
-    below: dict[str, list[NodeTap]] = {}
-    for tap in taps:
-        name = tap.name
-        while "." in name:
-            name = name.rpartition(".")[0]
-            below.setdefault(name, []).append(tap)
-    found = []
-    for name, members in below.items():
-        if all(tap.name[len(name) + 1 :].split(".")[0].isdigit() for tap in members):
-            continue  # a list of modules, most likely, which is no layer
-        twice = len({tap.name for tap in members}) != len(members)
-        inner = any(not set(_made(nodes[tap.end])) & outer for tap in members)
-        meet = END if twice or inner else nearest_common([tap.end for tap in members], nearest)
-        if meet == END or not _is_tensor(nodes[meet]):
-            continue
-        found.append(NodeTap(name, meet, meet, (), None, "", "inferred"))
-    return found
+def _block(name: str | None, parents: Collection[str]) -> str | None:
+    """The innermost of these modules that holds a layer."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in parents:
+            return name
+    return None
 
 
-def _is_tensor(node: Any) -> bool:
-    outputs = list(node.outputs())
-    return len(outputs) == 1 and isinstance(outputs[0].type(), torch._C.TensorType)
+def _fitting(parents: Sequence[str | None], room: Mapping[str, Sequence[str]]) -> list[str] | None:
+    """The same with the one that is left over put where room is left; None if it does not fit."""
+    left = Counter({parent: len(names) for parent, names in room.items()})
+    left.subtract(parent for parent in parents if parent is not None)
+    missing = sum(parent is None for parent in parents)
+    if missing > 1 or any(count < 0 for count in left.values()):
+        return None
+    rest = next((parent for parent, count in left.items() if count), "")
+    return [rest if parent is None else parent for parent in parents]
+
+
+def _turn(name: str) -> tuple[int, str]:
+    """Sorts the norms of a block by what their names say of their place."""
+    last = name.rpartition(".")[2].lower()
+    early = any(word in last for word in ("input", "before", "pre"))
+    late = any(word in last for word in ("post", "after", "final", "output"))
+    return (0 if early else 2 if late else 1), last

@@ -14,7 +14,8 @@ import torch
 
 from ...errors import OptionError
 from .base import Options, Place
-from .torchscript_anchors import Weight, anchors, containers
+from .torchscript_anchors import Weight, anchors
+from .torchscript_containers import containers
 from .torchscript_nodes import GraphProgram, NodeTap
 from .torchscript_ops import linears_of, ops_program
 from .torchscript_surgery import nodes_of
@@ -61,7 +62,7 @@ def frozen_program(module: Any, file: str | None, options: Options) -> GraphProg
     }
     found = anchors(graph, values, needed)
     tensors = _by_name(constants, values)
-    guesses = containers(graph, found.taps)
+    guesses = containers(graph, found, needed)
     named = {tap.name for tap in found.taps}
     taps = sorted(
         [*found.taps, *(tap for tap in guesses if tap.name not in named)],

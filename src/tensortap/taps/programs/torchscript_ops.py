@@ -94,7 +94,8 @@ def _confirmed(found: Anchored, graph: Any, tree: Tree) -> Anchored:
         if tap.provenance == "weight" and nodes[tap.end].kind() in ends.get(tap.name, ())
     ]
     named = {tap.name for tap in taps}
-    return Anchored(taps, {k: v for k, v in found.linears.items() if k in named}, found.why)
+    linears = {name: known for name, known in found.linears.items() if name in named}
+    return replace(found, taps=taps, linears=linears)
 
 
 def function_program(model: Any, file: str | None) -> GraphProgram:
