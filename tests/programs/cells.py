@@ -213,7 +213,8 @@ def _make_compile(built: Built, folder: Path) -> Artefact:
 def _make_aoti(built: Built, folder: Path) -> Artefact:
     path = folder / "model.pt2"
     torch.export.save(_exported(built), path)
-    return Artefact(path, {"runtime": "aoti"})
+    # Compiled once, with taps: the root is held against eager here, so no plain twin is needed.
+    return Artefact(path, {"runtime": "aoti", "self_check": False})
 
 
 def _onnx(built: Built, folder: Path) -> Path:
