@@ -59,6 +59,7 @@ class Graph:
     weights: dict[str, tuple[int, ...]]
     hidden: dict[str, str]  # modules inside a branch or loop: which operation hides them
     stateful: bool
+    wrapper: str = ""  # what stood before every module's name, and is left out
 
 
 def read(model: Any) -> Graph:
@@ -112,7 +113,32 @@ def read(model: Any) -> Graph:
                 weight=weight_name(op.get_friendly_name()) if fixed else None,
             )
     found = tuple(_reclaimed(list(_with_biases(list(values.values())))))
-    return Graph(found, tuple(results), weights, hidden, stateful)
+    return _unwrapped(Graph(found, tuple(results), weights, hidden, stateful))
+
+
+def _unwrapped(graph: Graph) -> Graph:
+    """OpenVINO puts a model whose arguments it must sort into one of its own, as `model`."""
+    spots = [v.spot for v in graph.values if v.spot is not None and v.data]
+    paths = {spot.path for spot in spots}
+    inner = {path.split(".")[1] for path in paths if path.count(".")}
+    if len(inner) < 2 or any(path.partition(".")[0] != "model" for path in paths):
+        return graph
+
+    def bare(path: str) -> str:
+        return "" if path == "model" else path.removeprefix("model.")
+
+    def unwrapped(value: Value) -> Value:
+        spot = None if value.spot is None else replace(value.spot, path=bare(value.spot.path))
+        weight = None if value.weight is None else bare(value.weight)
+        return replace(value, spot=spot, weight=weight)
+
+    return replace(
+        graph,
+        values=tuple(unwrapped(value) for value in graph.values),
+        weights={bare(name): shape for name, shape in graph.weights.items()},
+        hidden={bare(path): kind for path, kind in graph.hidden.items()},
+        wrapper="model",
+    )
 
 
 def _shape(output: Any) -> tuple[int, ...] | None:

@@ -68,6 +68,11 @@ def find_layers(graph: Graph) -> Layers:
     fixed = {value.key: value for value in graph.values if value.fixed}
     values = [value for value in graph.values if value.data]
     notes: list[str] = []
+    if graph.wrapper:
+        notes.append(
+            f"Every layer lies in '{graph.wrapper}', as where openvino.convert_model puts a "
+            "wrapper around a model: names are given without it."
+        )
     calls = find_calls(values, fixed)
     known = {value.key: calls.of.get(value.key, ()) for value in values}
     steps = [
@@ -81,7 +86,7 @@ def find_layers(graph: Graph) -> Layers:
     out = without_shared(steps, leaving(steps, graph.results), values, fixed)
     into = entering(steps)
     further = _further_calls(values, fixed)
-    lists, perhaps = find_lists(steps, out, into)
+    lists = find_lists(steps, out, into)
     own: dict[str, list[Value]] = {}
     for value in values:
         if value.spot is not None and value.spot.path:
@@ -106,7 +111,6 @@ def find_layers(graph: Graph) -> Layers:
     heard = [item for item in heard if further.get(item[2].layer) != "again"]
     heard.sort(key=lambda item: item[:2])
     guessed = calls.guessed | {path for path, what in further.items() if what == "perhaps"}
-    guessed |= perhaps
     again = [path for path, what in further.items() if what == "again"]
     if again:
         notes.append(

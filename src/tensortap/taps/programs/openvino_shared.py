@@ -61,12 +61,12 @@ def find_lists(
     steps: Sequence[Step],
     out: Mapping[ModuleCall, Sequence[str]],
     into: Mapping[ModuleCall, Sequence[str]],
-) -> tuple[set[str], set[str]]:
-    """Paths that are lists of modules, which are never called, and paths that may be ones.
+) -> set[str]:
+    """Paths that are lists of modules, which are never called, or may be ones.
 
     A list is no more than a name before numbers. A Sequential looks the same, but hands each of its
-    modules what the one before returned, and nothing else. Where a row of equal blocks is so
-    chained, it may be either.
+    modules what the one before returned, and nothing else. Where modules that hold others are so
+    chained it may be either, and is taken for a list.
     """
     busy = {step.calls[-1][0] for step in steps if step.calls}
     children: dict[ModuleCall, dict[ModuleCall, list[str]]] = {}
@@ -75,7 +75,6 @@ def find_lists(
             tail = step.calls[-1][0][len(below[0]) :]
             children.setdefault(above, {}).setdefault(below, []).append(tail)
     lists: set[str] = set()
-    perhaps: set[str] = set()
     for call, inner in children.items():
         ends = [path.rpartition(".")[2] for path, _ in inner]
         if call[0] in busy or not all(end.isdecimal() for end in ends):
@@ -85,9 +84,7 @@ def find_lists(
             set(into.get(later, ())) <= set(out.get(earlier, ()))
             for earlier, later in pairwise(chain)
         )
-        kinds = {frozenset(tails) for tails in inner.values()}
-        if not straight:
+        blocks = any(tail for tails in inner.values() for tail in tails)
+        if blocks or not straight:
             lists.add(call[0])
-        elif len(inner) > 1 and len(kinds) == 1 and kinds != {frozenset({""})}:
-            perhaps.add(call[0])
-    return lists, perhaps
+    return lists
