@@ -116,6 +116,29 @@ class TestDamage:
         path.write_bytes(path.read_bytes()[:-300])
         refused(path)
 
+    def test_bytes_that_flip(self, tmp_path: Path) -> None:
+        """Whatever a parser makes of it, a damaged file is read or refused in a sentence."""
+        random = np.random.default_rng(0)
+        save_file({"ids": IDS, "mask": MASK}, tmp_path / "in.safetensors")
+        np.savez_compressed(tmp_path / "in.npz", ids=IDS.numpy(), mask=random.random((9, 9)))
+        np.save(tmp_path / "in.npy", random.random((3, 4)))
+        (tmp_path / "in.json").write_text('{"ids": [[1, 2], [3, 4]], "x": [0.5, 1e3], "n": 3}')
+        refusals = 0
+        for name in ("in.safetensors", "in.npz", "in.npy", "in.json"):
+            whole = (tmp_path / name).read_bytes()
+            path = tmp_path / f"bad{Path(name).suffix}"
+            for _ in range(100):
+                data = bytearray(whole)
+                for place in random.integers(0, len(data), 4):
+                    data[place] = random.integers(256)
+                path.write_bytes(data)
+                try:
+                    fit(read_inputs(path), TAKES, path.name, "model.pt")
+                except OptionError as error:
+                    refusals += 1
+                    assert "\n" not in str(error)
+        assert refusals > 200
+
     def test_nothing_is_unpickled(self, tmp_path: Path) -> None:
         class Bomb:
             def __reduce__(self) -> Any:
