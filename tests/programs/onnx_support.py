@@ -113,6 +113,9 @@ def pictures() -> Pictures:
     """With statistics that are not those of a new batch norm, so that folding shows."""
     torch.manual_seed(0)
     model = Pictures()
+    for norm in (model.bn, model.down[1]):
+        nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(norm.bias)
     for _ in range(3):
         model(torch.randn(4, 3, 8, 8) * 2 + 1)
     return model.eval()

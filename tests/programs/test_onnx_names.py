@@ -227,7 +227,7 @@ class Conditional(nn.Module):
 
 
 def test_branches_of_torch_cond(tmp_path: Path) -> None:
-    """Nodes in them bear no scope: what they hold is known by the names of the weights, or not."""
+    """Nodes in them bear no scope: what they hold is known by the names of the weights."""
     torch.manual_seed(0)
     model = Conditional().eval()
     x = torch.randn(3, 4)
@@ -239,4 +239,6 @@ def test_branches_of_torch_cond(tmp_path: Path) -> None:
             expected = {"first": [[first], [model(given)]], part: [[getattr(model, part)(first)]]}
         found = heard(program, given)
         assert_right(found, expected)
-        assert "first" in found
+        assert set(found) == {"first", part}
+    known = {place.name: place.provenance for place in program.places}
+    assert known["first"] == "scope" and known["yes"] == known["no"] == "weight"

@@ -53,6 +53,7 @@ class Layers:
     types: dict[str, str] = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
+    by_weight: set[str] = field(default_factory=set)  # named by the weights that they read
     style: str = "none"
     notes: list[str] = field(default_factory=list)
 

@@ -13,7 +13,7 @@ from .onnx_graph import Block, Node
 from .onnx_layers import Call
 from .onnx_session import DTYPES
 
-__all__ = ["Linear", "find_linears"]
+__all__ = ["Linear", "find_linears", "tensor_of"]
 
 _FLOATS = {1, 10, 11, 16}
 
@@ -31,8 +31,8 @@ class Linear:
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight, out x in, and the bias."""
-        found = _tensor(self.weight, self.loaded)
-        bias = None if self.bias is None else _tensor(self.bias, self.loaded)
+        found = tensor_of(self.weight, self.loaded)
+        bias = None if self.bias is None else tensor_of(self.bias, self.loaded)
         return (found.T if self.transposed else found), bias
 
 
@@ -134,7 +134,8 @@ def _is_bias(name: str, tensors: Mapping[str, Any]) -> bool:
     return tensor is not None and len(tensor.dims) == 1 and tensor.data_type in _FLOATS
 
 
-def _tensor(proto: Any, loaded: Loaded) -> torch.Tensor:
+def tensor_of(proto: Any, loaded: Loaded) -> torch.Tensor:
+    """A weight of the model as a tensor."""
     array = weight(proto, loaded.folder)
     dtype = DTYPES[proto.data_type]
     if dtype is torch.bfloat16:

@@ -30,6 +30,7 @@ from .onnx_scopes import read_scopes
 from .onnx_session import DTYPES, arguments_of, fed, open_session, run_names, run_session
 from .onnx_taps import Wanted, with_outputs
 from .onnx_twins import renamed
+from .onnx_weights import add_by_names, add_by_weights
 
 __all__ = ["KIND", "OnnxProgram"]
 
@@ -41,7 +42,8 @@ _ABSENT = (
 )
 _NAMELESS = (
     "The ONNX graph holds no layers' names: it was optimised or exported without them. Give the "
-    "model as it was exported with --names-from, or instrument it before it is exported."
+    "model as it was exported with --names-from, its checkpoint with --weights, or instrument it "
+    "before it is exported."
 )
 
 
@@ -63,6 +65,8 @@ class OnnxProgram:
         if options.names_from is not None:
             layers = self._named_by(options.names_from)
             provenance = "value-name"
+        if options.weights is not None:
+            add_by_weights(layers, self._blocks, loaded, options.weights)
         self._layers = layers
         self.notes += layers.notes
         self.absent = _ABSENT if layers.names else _NAMELESS
@@ -181,7 +185,7 @@ class OnnxProgram:
 
     @cached_property
     def _linears(self) -> Mapping[str, Linear]:
-        sure = {place.name for place in self.places if place.provenance == "scope"}
+        sure = {p.name for p in self.places if p.provenance in ("scope", "weight")}
         return find_linears(
             [call for call in self._layers.calls if call.layer in sure],
             self._blocks[0],
@@ -267,7 +271,10 @@ def _understood(loaded: Loaded) -> tuple[list[Block], Layers]:
     """The graph and its layers, as far as it knows of any."""
     model = loaded.model
     blocks = read_blocks(model.graph, _typed(model).graph)
-    return blocks, read_layers(blocks, read_scopes(blocks), _owners(model))
+    scopes = read_scopes(blocks)
+    layers = read_layers(blocks, scopes, _owners(model))
+    add_by_names(layers, blocks, scopes.rewritten)
+    return blocks, layers
 
 
 def _typed(model: Any) -> Any:
@@ -300,8 +307,8 @@ def _places(layers: Layers, provenance: Provenance) -> list[Place]:
         if name in layers.gone:
             places.append(Place(name, kind, provenance, layers.gone[name]))
         else:
-            sure = name not in layers.doubts
-            places.append(Place(name, kind, provenance if sure else "inferred"))
+            known: Provenance = "weight" if name in layers.by_weight else provenance
+            places.append(Place(name, kind, "inferred" if name in layers.doubts else known))
     places.append(Place("", layers.types.get("", ""), provenance))
     return places
 
