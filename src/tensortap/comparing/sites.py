@@ -118,7 +118,10 @@ class SitePairer:
         ours = side == "reference"
         run, layer = (self.reference, pair.reference) if ours else (self.candidate, pair.candidate)
         assert layer is not None
-        told = skipped_of(run.manifest).get((layer.name, port, leaf))
+        skipped = skipped_of(run.manifest)
+        told = skipped.get((layer.name, port, leaf))
+        if told is None and not any(record.port == port for record in layer.records):
+            told = skipped.get((layer.name, port, ""))
         return SitePair(port, leaf, leaf, (), missing=side, reason=told or reason)
 
     def _loose_sides(self, pair: LayerPair, left: _Leaves, right: _Leaves) -> tuple[bool, bool]:
