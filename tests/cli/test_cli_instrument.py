@@ -137,3 +137,18 @@ def test_a_checkpoint_of_transformers(run: Run, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.code == 0, done.err
     assert "taps on 2 layers, 2 tensors" in done.out
+
+
+def test_a_file_that_was_exported(run: Run, tmp_path: Path) -> None:
+    model, ids = build(seq_len=8).model, build(seq_len=8).batches[0].kwargs["input_ids"]
+    torch.export.save(torch.export.export(model, (ids,), strict=False), tmp_path / "model.pt2")
+    done = run("instrument", tmp_path / "model.pt2", "-o", tmp_path / "tapped.pt2")
+    assert done.code == 0, done.err
+    assert "(pt2): taps on 8 layers, 8 tensors" in done.out
+    assert "Checked" in done.out
+    (tmp_path / "model.onnx").write_text("")
+    other = run("instrument", tmp_path / "model.onnx", "-o", tmp_path / "x.pt")
+    assert other.code == 2
+    missing = run("instrument", tmp_path / "none.pt2", "-o", tmp_path / "x.pt")
+    assert missing.code == 2
+    assert "does not exist" in missing.err

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tensortap.taps import instrument_write
 from tensortap.taps.instrument import Instrumented
 from tensortap.taps.leaves import flatten
 
-__all__ = ["Heard", "assert_taps", "heard", "hooks_on"]
+__all__ = ["Heard", "assert_taps", "heard", "hooks_on", "write"]
 
 Heard = list[tuple[str, str, int, Tensor]]
 
@@ -53,3 +55,11 @@ def assert_taps(wrapped: Instrumented, taps: Any, expected: Heard, exact: bool =
             assert torch.equal(tap, tensor), entry
         else:
             torch.testing.assert_close(tap, tensor, rtol=1e-5, atol=1e-6)
+
+
+def write(
+    model: nn.Module, args: Any, kwargs: Any, path: Path, layers: Any = "blocks", **options: Any
+) -> instrument_write.Written:
+    """An instrumented model as a file, compiled on these inputs."""
+    source = instrument_write.ModuleSource(model, args, kwargs, layers)
+    return instrument_write.write(source, path, **options)

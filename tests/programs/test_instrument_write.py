@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import tensortap as tap
-from programs.heard import heard
+from programs.heard import heard, write
 from programs.models import MODELS
 from support import Net
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.instrument import instrument
+from tensortap.taps.instrument_exported import ExportSource
 from tensortap.taps.instrument_flat import flatten_model
-from tensortap.taps.instrument_write import check, files_of, format_of, write
+from tensortap.taps.instrument_formats import format_of
+from tensortap.taps.instrument_write import check, files_of
+from tensortap.taps.instrument_write import write as write_source
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options
 from tensortap.taps.programs.kinds import open_program
@@ -162,9 +165,49 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     branching, args, _ = MODELS["branching"]()
     with pytest.raises(TargetError, match=r"cannot be written as pt2: .*data-dependent"):
         write(branching, args, {}, tmp_path / "model.pt2", layers="all")
-    with pytest.raises(TargetError, match="None of the 1 selected layers returned a tensor"):
+    with pytest.raises(TargetError, match="None of the selected layers returned a tensor"):
         write(branching, args, {}, path, layers="right")
     write(model, (ids,), {}, path)
     with pytest.raises(OptionError, match=r"model\.pt' exists already"):
         write(model, (ids,), {}, path)
     write(model, (ids,), {}, path, overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as somebody else exported it, of varying length."""
+    model, args, _ = MODELS["demo"]()
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=64)}}
+    program = torch.export.export(model, args, dynamic_shapes=shapes, strict=False)
+    path = tmp_path_factory.mktemp("exported") / "model.pt2"
+    torch.export.save(program, path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["pt2", "torchscript", "onnx"])
+def test_an_exported_file_gets_taps_too(form: str, exported: Path, tmp_path: Path) -> None:
+    if form == "onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    model, args, _ = MODELS["demo"]()
+    source = ExportSource(exported, ["blocks.*", "**.down", "head"])
+    written = write_source(source, tmp_path / f"model.{SUFFIX[form]}", split=2)
+    assert check(written, args, {}) == []
+    assert {entry.provenance for entry in written.manifest.entries} == {"scope"}
+    ids = args[0][:, :5] if form == "pt2" else args[0]  # sizes that varied still do
+    names = ("blocks.0.mlp.down", "blocks.0", "blocks.1.mlp.down", "blocks.1", "head")
+    expected = [row for row in heard(model, ids) if row[0] in names]
+    program = open_program(written.manifest_file)
+    run = program.tapped(names, inputs=False, linears=[])((ids,), {})
+    assert [call.layer for call in run.calls] == list(names)
+    for call, (*_, tensor) in zip(run.calls, expected, strict=True):
+        torch.testing.assert_close(call.outputs[0][1], tensor, rtol=1e-5, atol=1e-5)
+    assert program.places[0].provenance == "scope"
+
+
+def test_an_exported_file_without_inputs_or_layers(exported: Path, tmp_path: Path) -> None:
+    program = torch.export.load(exported)
+    program._example_inputs = None
+    torch.export.save(program, tmp_path / "bare.pt2")
+    with pytest.raises(TargetError, match="holds no example inputs"):
+        ExportSource(tmp_path / "bare.pt2", "blocks")

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import tensortap as tap
+from programs.heard import write
 from support import Net
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.instrument import instrument
-from tensortap.taps.instrument_write import shares, write
+from tensortap.taps.instrument_write import shares
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options, Program
 from tensortap.taps.programs.kinds import open_program

@@ -92,37 +92,40 @@ def instrument(
     json: JsonOption = False,
 ) -> int:
     """Compile a model that returns its layers' outputs too. Exit 1: it does not return the same."""
-    from ..taps import instrument_write as writing
+    from ..taps.instrument_formats import format_of
+    from ..taps.instrument_write import ModuleSource, Source, write
+    from ..taps.instrument_write import check as try_out
 
     if split < 1:
         raise OptionError(f"--split is {split}, expected a whole number from 1.")
-    writing.format_of(output, to)
-    loaded = chosen_target(
-        target,
-        mode=mode,
-        seq_len=seq_len,
-        samples=samples,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        sets=sets,
-        prompts=prompts,
-        input_ids=input_ids,
-    )
-    batch = loaded.batches[0]
-    with redirect_stdout(sys.stderr):
-        written = writing.write(
-            loaded.model,
-            batch.args,
-            batch.kwargs,
-            output,
-            layers=layers or "blocks",
-            to=to,
-            split=split,
-            manifest_file=manifest,
-            overwrite=overwrite,
+    format_of(output, to)
+    chosen = layers or "blocks"
+    source: Source
+    if target.lower().endswith((".pt2", ".ep")):
+        from ..taps.instrument_exported import ExportSource
+
+        with redirect_stdout(sys.stderr):
+            source = ExportSource(Path(target), chosen)
+    else:
+        loaded = chosen_target(
+            target,
+            mode=mode,
+            seq_len=seq_len,
+            samples=samples,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            sets=sets,
+            prompts=prompts,
+            input_ids=input_ids,
         )
-        failed = writing.check(written, batch.args, batch.kwargs) if check else None
+        batch = loaded.batches[0]
+        source = ModuleSource(loaded.model, batch.args, batch.kwargs, chosen)
+    with redirect_stdout(sys.stderr):
+        written = write(
+            source, output, to=to, split=split, manifest_file=manifest, overwrite=overwrite
+        )
+        failed = try_out(written, source.args, source.kwargs) if check else None
     _report(written, failed, json)
     return UNHEALTHY if failed else DONE
 

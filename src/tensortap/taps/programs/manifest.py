@@ -17,6 +17,7 @@ from typing import Any
 
 from ...errors import OptionError, TargetError
 from ...recording.dtypes import torch_dtype
+from ...recording.schema import PROVENANCES, Provenance
 
 __all__ = [
     "SUFFIX",
@@ -49,6 +50,7 @@ class Entry:
     shape: tuple[int | None, ...]
     dtype: str
     port: str = "output"
+    provenance: Provenance = "hook"
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,15 @@ class _Reader:
             shape=tuple(sizes),
             dtype=dtype,
             port=port,
+            provenance=self.provenance(item),
         )
+
+    def provenance(self, item: Mapping[str, Any]) -> Provenance:
+        given = item.get("provenance", "hook")
+        for known in PROVENANCES:
+            if given == known:
+                return known
+        raise self.wrong(f"an entry has the provenance {_short(given)}")
 
     def leaf(self, data: Any) -> OutputLeaf:
         item = self.object(data, "output")

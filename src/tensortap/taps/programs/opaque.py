@@ -52,7 +52,7 @@ class OpaqueProgram:
         self.where = where
         self.notes: list[str] = list(notes)
         self.untapped = twin is not None
-        self.exact = runtime in ("torchscript", "exported")
+        self.exact = runtime in ("torchscript", "export")
         self._call = call
         self._twin = twin
         self._described = dict(described or {})
@@ -104,10 +104,10 @@ class OpaqueProgram:
 
 
 def _places(manifest: Manifest | None) -> list[Place]:
-    types: dict[str, str] = {}
+    found: dict[str, Place] = {}
     for entry in manifest.entries if manifest is not None else ():
-        types.setdefault(entry.layer, entry.type)
-    return [Place(name, kind, "hook") for name, kind in types.items()]
+        found.setdefault(entry.layer, Place(entry.layer, entry.type, entry.provenance))
+    return list(found.values())
 
 
 def open_with_manifest(path: Path, manifest: Path | None, options: Options) -> Program:
