@@ -46,7 +46,7 @@ def _compile(kind: str, model: Any, args: Any, kwargs: Any, folder: Path) -> Any
 
 
 @pytest.mark.parametrize("kind", ["trace", "export"])
-@pytest.mark.parametrize("name", ["demo", "llama", "mixtral"])
+@pytest.mark.parametrize("name", ["demo", "llama", "mamba"])
 def test_every_layer_is_the_eager_one(name: str, kind: str, tmp_path: Path) -> None:
     model, args, kwargs = _on_gpu(name)
     eager = _record(model, tmp_path / "eager", args, kwargs)

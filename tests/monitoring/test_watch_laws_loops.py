@@ -204,6 +204,9 @@ def test_a_penalty_on_gradients(path: Path) -> None:
     assert ("blocks.1", "grad_output", "", 1, 0) in recorded(path)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 loses a size in autograd_function_apply"
+)
 def test_compiled_with_sizes_that_change(path: Path) -> None:
     model, dice = stack(), torch.Generator().manual_seed(1)
     data = [[torch.randn(size, 6, generator=dice)] for size in (4, 7, 9, 4, 3)]

@@ -360,6 +360,8 @@ def _traceable(value: Any, leaf: str) -> Iterator[tuple[str, torch.Tensor]]:
     """`taps.leaves.flatten` in terms that can be traced; None and others are passed over."""
     if isinstance(value, torch.Tensor):
         yield leaf, value
+    elif value is None or isinstance(value, bool | int | float | str):
+        return  # torch 2.11 cannot trace the question below of these
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for item in dataclasses.fields(value):
             yield from _traceable(getattr(value, item.name, None), f"{leaf}.{item.name}")
