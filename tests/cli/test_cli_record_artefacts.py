@@ -240,7 +240,7 @@ def test_against_another(run: Run, folder: Path, made, eager: Path, tmp_path: Pa
         (["{f}/my_model.py", "{in}"], "my_model.py:FUNCTION"),
         (["{f}/traced.pt:build", "{in}"], "has no function 'build'"),
         (["{f}/traced.pt", "{in}", "--runtime", "abacus"], "no runtime 'abacus'"),
-        (["{f}/traced.pt", "{in}", "--runtime", "openvino"], "traced.pt"),
+        (["{f}/traced.pt", "{in}", "--runtime", "export"], "holds no exported program"),
         (["{f}/traced.pt", "{in}", "--seq-len", "3", "--mode", "x"], "--mode and --seq-len cannot"),
         (["{f}/traced.pt", "{in}", "--set", "a=1"], "--set a=… cannot change it"),
         (["{f}/traced.pt", "--prompt", "hi"], "Token ids go into a file"),
@@ -285,6 +285,15 @@ def test_single_layers_need_the_eager_model(
     live = run(*words, f"{folder / 'my_model.py'}:scripted")
     assert live.code == 2
     assert "tensortap: " in live.err
+
+
+def test_help_names_every_runtime(run: Run) -> None:
+    from tensortap.cli.targeting import RuntimeOption
+    from tensortap.taps.programs.kinds import kinds
+
+    (option,) = RuntimeOption.__metadata__  # type: ignore[attr-defined]
+    for kind in kinds():
+        assert kind.name in option.help or kind.name == "opaque"
 
 
 def test_a_function_may_return_a_compiled_model(

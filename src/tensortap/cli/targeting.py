@@ -94,7 +94,8 @@ RuntimeOption = Annotated[
     typer.Option(
         "--runtime",
         metavar="NAME",
-        help="compiled: what runs it, where file and type do not tell.",
+        help="compiled: what runs it, where file and type do not tell: torchscript, export, aoti, "
+        "onnx, openvino; ops for TorchScript operator by operator.",
     ),
 ]
 ManifestOption = Annotated[
