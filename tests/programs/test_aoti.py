@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,14 +53,44 @@ def test_names_are_those_of_the_export(saved: tuple[nn.Module, Path]) -> None:
     assert open_program(saved[1]).runtime == "export"
 
 
-def test_a_damaged_package_is_a_sentence(tmp_path: Path) -> None:
-    import zipfile
+def elf(sections: int) -> bytes:
+    """The head of a library that says how long the library is."""
+    head = bytearray(64)
+    head[:6] = b"\x7fELF\x02\x01"
+    struct.pack_into("<Q", head, 0x28, 64)
+    struct.pack_into("<HH", head, 0x3A, 64, sections)
+    return bytes(head)
 
+
+@pytest.mark.parametrize(
+    ("member", "content", "words"),
+    [
+        ("x.so", b"no code", "no whole library"),
+        ("x.so", elf(sections=3), "no whole library"),
+        ("x.so", b"", "no whole library"),
+        ("x.cpp", b"int main() {}", "no compiled code"),
+    ],
+)
+def test_a_damaged_package_is_a_sentence(
+    member: str, content: bytes, words: str, tmp_path: Path
+) -> None:
+    """Torch would load them, and the process would be gone."""
     path = tmp_path / "bad.pt2"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("bad/data/aotinductor/model/x.so", b"no code")
+        archive.writestr(f"bad/data/aotinductor/model/{member}", content)
     assert KIND.recognises(path)
-    with pytest.raises(TargetError, match="cannot be loaded"):
+    with pytest.raises(TargetError, match=f"cannot be loaded.*{words}"):
+        open_program(path)
+
+
+def test_a_package_whose_bytes_were_changed(tmp_path: Path) -> None:
+    path = tmp_path / "bad.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("bad/data/aotinductor/model/x.so", elf(sections=0))
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"ELF") + 20] ^= 0xFF
+    path.write_bytes(raw)
+    with pytest.raises(TargetError, match="is damaged"):
         open_program(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import subprocess
@@ -316,6 +317,40 @@ def test_a_cache_goes_in_and_out(tmp_path: Path) -> None:
         flat = {"x": x, "cache.0.0": cache["0"][0], "cache.0.1": cache["0"][1]}
         assert same(program.plain((), flat)[0], output[0])
         cache = output[1]
+
+
+def test_a_cache_of_transformers_goes_in_and_out(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    executorch = pytest.importorskip("transformers.integrations.executorch")
+    executorch.register_dynamic_cache_export_support()
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=67,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    cache = transformers.DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.randint(0, 67, (1, 5)), past_key_values=cache)
+
+    def given() -> dict[str, Any]:
+        return {"input_ids": torch.tensor([[3]]), "past_key_values": copy.deepcopy(cache)}
+
+    torch.export.save(export(model, (), given()), tmp_path / "m.pt2")
+    program = open_exported(tmp_path / "m.pt2", Options())
+    assert [argument.name for argument in program.arguments or ()] == [
+        "input_ids",
+        *(f"past_key_values.{part}.{layer}" for part in (0, 1) for layer in (0, 1)),
+    ]
+    output, eager = eager_calls(model, (), given())
+    run = run_all(program, (), given())
+    assert same(run.output.logits, output.logits)
+    for call, (layer, leaves) in zip(run.calls, eager, strict=True):
+        assert call.layer == layer
+        if layer != "model.rotary_emb":  # keys and values leave as well, but behind the output
+            assert same(call.outputs[0][1], leaves[0][1])
 
 
 # Files.

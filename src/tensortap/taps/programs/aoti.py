@@ -23,7 +23,7 @@ from ...errors import OptionError, TargetError
 from .base import Argument, Options, Place, Run, Runner
 from .exported import KIND as EXPORT
 from .exported import ExportProgram, open_exported
-from .exported_files import holds_aoti
+from .exported_files import aoti_damage, holds_aoti
 from .exported_listen import Listening
 from .exported_tapped import example_of, exported_again
 from .opaque import OpaqueProgram
@@ -149,6 +149,12 @@ KIND = _Kind()
 
 
 def _package(path: Path) -> OpaqueProgram:
+    damage = aoti_damage(path)
+    if damage is not None:
+        raise TargetError(
+            f"The AOTInductor package '{path}' cannot be loaded: {damage} Compile it again, or "
+            "copy it again from where it was compiled."
+        )
     try:
         with _quiet():
             model = _loaded(path)

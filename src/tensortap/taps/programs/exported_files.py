@@ -7,8 +7,8 @@ import importlib
 import io
 import logging
 import os
-import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 
 from ...errors import TargetError
 
-__all__ = ["holds_aoti", "holds_export", "load_exported"]
+__all__ = ["aoti_damage", "holds_aoti", "holds_export", "load_exported"]
 
 _MOST = 1 << 28  # bytes of the graph that are searched for the operators it needs
 
@@ -32,6 +32,40 @@ def holds_export(path: Path) -> bool:
     """Whether a file is an archive of `torch.export`, of today's form or an earlier one."""
     names = _members(path)
     return any(_is_graph(name) for name in names) and not holds_aoti(path)
+
+
+def aoti_damage(path: Path) -> str | None:
+    """What is wrong with a package of AOTInductor, or None: torch loads whatever it is given, and
+    code that is cut short takes the whole process with it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+            if bad is not None:
+                return f"its member '{bad}' is damaged."
+            codes = [
+                i for i in archive.infolist() if i.filename.endswith((".so", ".dylib", ".pyd"))
+            ]
+            if not codes:
+                return "it holds no compiled code."
+            for item in codes:
+                with archive.open(item) as code:
+                    if not _is_code(code.read(64), item.file_size):
+                        return f"its member '{item.filename}' is no whole library."
+    except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+        return _first(str(error))
+    return None
+
+
+def _is_code(head: bytes, size: int) -> bool:
+    """Whether a file begins as a library does and, where its header says so, is as long."""
+    if head[:4] != b"\x7fELF":
+        return head[:2] == b"MZ" or head[:4] in (b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+    if len(head) < 64 or head[4] != 2:  # 64 bits
+        return False
+    order = "<" if head[5] == 1 else ">"
+    start = struct.unpack_from(f"{order}Q", head, 0x28)[0]
+    entry, count = struct.unpack_from(f"{order}HH", head, 0x3A)
+    return bool(start + entry * count <= size)
 
 
 def load_exported(path: Path) -> Any:
@@ -69,7 +103,7 @@ def load_exported(path: Path) -> Any:
 def _has_pickle(error: BaseException | None) -> bool:
     """Whether torch refused to unpickle something, here or in what led to it."""
     while error is not None:
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        if type(error).__name__ == "UnpicklingError" or "weights_only" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
