@@ -56,7 +56,7 @@ class OpenVINOProgram:
         self._options = options
         self.notes: list[str] = [_PRECISION]
         graph = self._graph
-        self._layers: Layers = find_layers(graph)
+        self._layers: Layers = self._named(options.names_from)
         self.notes += self._layers.notes
         if not self._layers.places:
             self.notes.append(_NAMELESS)
@@ -74,6 +74,14 @@ class OpenVINOProgram:
     @cached_property
     def _graph(self) -> Graph:
         return read(self._model)
+
+    def _named(self, sibling: Path | None) -> Layers:
+        if sibling is None:
+            return find_layers(self._graph)
+        from .openvino_sibling import named_by
+
+        ops = self._model.get_ordered_ops()
+        return named_by(sibling, self._graph, {op.get_name(): op.get_friendly_name() for op in ops})
 
     @cached_property
     def _engine(self) -> Engine:

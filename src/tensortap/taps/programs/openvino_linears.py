@@ -46,7 +46,8 @@ def find_linears(model: Any, graph: Graph, layers: Layers) -> dict[str, Linear]:
             continue
         every = [_linear(call, values, ops) for call in calls.get(place.name, [])]
         own = layers.own.get(place.name, ())
-        if every and _does_nothing_else(own, every) and all(item is not None for item in every):
+        sure = _does_nothing_else(own, every) if own else place.type == "Linear"
+        if every and sure and all(item is not None for item in every):
             first = every[0]
             assert first is not None
             if all(item is not None and item[1] == first[1] for item in every):
