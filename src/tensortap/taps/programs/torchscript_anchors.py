@@ -119,8 +119,9 @@ def anchors(
     linears: dict[str, tuple[str, bool, str | None]] = {}
     why: dict[str, str] = {}
     for item, name, alone in _named(found, why, _Neighbours(nodes, found)):
-        sure = alone and not known[item.weight].doubtful and _is_main(known[item.weight], name)
         node = nodes[item.start]
+        weight = known[item.weight]
+        sure = alone and not weight.doubtful and _is_main(weight, name) and not _is_scaled(node)
         reads = tuple(
             index
             for index, value in enumerate(node.inputs())
@@ -134,7 +135,6 @@ def anchors(
         type_ = "Linear" if is_product else item.role.type
         taps.append(NodeTap(name, item.end, item.start, reads, operand, type_, kind))
         if is_product and sure:
-            weight = known[item.weight]
             turned = weight.transposed is (item.kind == "aten::linear")
             bias = None if item.bias is None else known[item.bias].names[0]
             linears[name] = (weight.names[0], turned, bias)
@@ -156,6 +156,12 @@ def _is_main(weight: Weight, module: str) -> bool:
     """Whether a tensor is called what a layer's own weight is called; a table of positions that is
     kept as a buffer, a scale inside a larger layer are not."""
     return any(f"{module}.{key}" in weight.names for key in _MAIN)
+
+
+def _is_scaled(node: Any) -> bool:
+    """Whether what was looked up is multiplied at once: by its layer, or by the one above."""
+    users = [use.user.kind() for use in node.output().uses()]
+    return node.kind() == "aten::embedding" and users in (["aten::mul"], ["aten::div"])
 
 
 def _made(node: Any) -> list[int]:
@@ -272,7 +278,7 @@ def _named(
             if len(set(looked_up)) == 1:
                 named += [(item, candidates[0], True) for item in items]
             else:  # tied to a layer whose weight the checkpoint does not hold twice
-                table = "emb" in candidates[0].lower()
+                table = _is_table(candidates[0])
                 named += [
                     (item, candidates[0], False)
                     for item, is_table in zip(items, looked_up, strict=True)
@@ -281,9 +287,15 @@ def _named(
         elif len(items) != len(candidates):
             why.update(dict.fromkeys(candidates, _TIED))
         elif len(set(looked_up)) == 2:
-            ordered = sorted(candidates, key=lambda name: ("emb" not in name.lower(), name))
-            items = sorted(items, key=lambda item: item.kind != "aten::embedding")
-            named += [(i, name, False) for i, name in zip(items, ordered, strict=True)]
+            tables = [name for name in candidates if _is_table(name)]
+            if len(candidates) == 2 and len(tables) == 1:
+                (head,) = set(candidates) - set(tables)
+                named += [
+                    (item, tables[0] if item.kind == "aten::embedding" else head, False)
+                    for item in items
+                ]
+            else:
+                why.update(dict.fromkeys(candidates, _TIED))
         elif (guesses := near.shared_out(items, candidates)) is not None:
             named += [(item, name, False) for item, name in guesses]
         else:
@@ -321,6 +333,8 @@ class _Neighbours:
             room.setdefault(name.rpartition(".")[0], []).append(name)
         ahead = [self._nearest(item.end, self._behind, self._starts, min) for item in items]
         back = [self._nearest(item.start, self._before, self._ends, max) for item in items]
+        if any(len({_turn(name) for name in names}) < len(names) for names in room.values()):
+            return None  # which of a block's norms comes first cannot be told
         for neighbours in (ahead, back):
             parents = _fitting([_block(name, room) for name in neighbours], room)
             if parents is not None:
@@ -376,9 +390,14 @@ def _fitting(parents: Sequence[str | None], room: Mapping[str, Sequence[str]]) -
     return [rest if parent is None else parent for parent in parents]
 
 
+def _is_table(name: str) -> bool:
+    return any(word in name.lower() for word in ("emb", "wte"))
+
+
 def _turn(name: str) -> tuple[int, str]:
-    """Sorts the norms of a block by what their names say of their place."""
+    """What the name of a norm says of its place in its block: a word, or a number."""
     last = name.rpartition(".")[2].lower()
     early = any(word in last for word in ("input", "before", "pre"))
     late = any(word in last for word in ("post", "after", "final", "output"))
-    return (0 if early else 2 if late else 1), last
+    digits = "".join(letter for letter in last if letter.isdigit())
+    return (0 if early else 2 if late else 1), digits.zfill(6)
