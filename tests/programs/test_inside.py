@@ -271,6 +271,20 @@ def test_looking_reads_no_property_and_ends_on_cycles(script: Any) -> None:
     assert not Trap.touched
 
 
+def test_objects_that_refuse_every_question_are_passed_over(script: Any) -> None:
+    class Sullen:
+        def __getattribute__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    class Lazy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("loaded")
+
+    parts = find_parts(Holder(sullen=Sullen(), lazy=Lazy(), found=script))
+    assert [part.name for part in parts] == ["found"]
+
+
 def test_a_part_held_twice_is_one_with_its_first_name(script: Any) -> None:
     (part,) = find_parts(Holder(first=script, second=[script]))
     assert part.name == "first" and part.names == ("first", "second.0")

@@ -90,7 +90,7 @@ def find_parts(root: Any) -> list[Part]:
         name, value, held, depth = waiting.popleft()
         for key, item, holder in _inside(value, held):
             looked += 1
-            if isinstance(item, _PLAIN):
+            if issubclass(type(item), _PLAIN):
                 continue
             path = name if key == "_orig_mod" else f"{name}.{key}" if name else key
             if _is_part(item, known):
@@ -106,22 +106,22 @@ def find_parts(root: Any) -> list[Part]:
 
 def _inside(value: Any, held: Holder | None) -> Iterator[tuple[str, Any, Holder]]:
     """What a value holds, each with its name and its place."""
-    if isinstance(value, list):
+    kinds = type(value)
+    if issubclass(kinds, list):
         for index, item in enumerate(list.__iter__(value)):
             yield str(index), item, Holder(value, index, "item")
         return
-    if isinstance(value, tuple):
-        names = getattr(type(value), "_fields", None)
+    if issubclass(kinds, tuple):
+        names = getattr(kinds, "_fields", None)
         for index, item in enumerate(tuple.__iter__(value)):
             key = str(names[index]) if isinstance(names, tuple) else str(index)
             yield key, item, Holder(value, index, "tuple", held)
         return
-    if isinstance(value, dict):
+    if issubclass(kinds, dict):
         for key, item in list(dict.items(value)):
             yield str(key), item, Holder(value, key, "item")
-    own = getattr(value, "__dict__", None)
-    for key, item in list(own.items()) if isinstance(own, dict) else ():
-        if isinstance(value, nn.Module):
+    for key, item in list(_vars(value).items()):
+        if issubclass(kinds, nn.Module):
             if key == "_modules" and isinstance(item, dict):
                 for child, module in list(item.items()):
                     yield child, module, Holder(item, child, "item")
@@ -129,7 +129,7 @@ def _inside(value: Any, held: Holder | None) -> Iterator[tuple[str, Any, Holder]
             if key in _MODULE_OWN:
                 continue
         yield key, item, Holder(value, key, "vars")
-    for kind in type(value).__mro__:
+    for kind in kinds.__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for key in (slots,) if isinstance(slots, str) else slots:
             member: Any = kind.__dict__.get(key)
@@ -140,19 +140,31 @@ def _inside(value: Any, held: Holder | None) -> Iterator[tuple[str, Any, Holder]
                     continue
 
 
+def _vars(value: Any) -> dict[str, Any]:
+    """The attributes that lie in the instance; what a class makes up is not asked for."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except (AttributeError, TypeError):
+        return {}
+    return own if type(own) is dict else {}
+
+
 def _is_part(item: Any, known: dict[type, bool]) -> bool:
     """Whether this is a compiled model that can be run where it is."""
     kind = type(item)
-    if isinstance(item, nn.Module):
-        compiled = isinstance(item, torch.jit.ScriptModule | fx.GraphModule)
+    if issubclass(kind, nn.Module):
+        compiled = issubclass(kind, torch.jit.ScriptModule | fx.GraphModule)
         return compiled and kind_of(item) is not None
     if kind not in known:
-        runs = callable(item) or hasattr(kind, "run") or hasattr(kind, "module")
-        known[kind] = runs and kind_of(item) is not None
+        runs = any(hasattr(kind, way) for way in ("__call__", "run", "module"))
+        try:
+            known[kind] = runs and kind_of(item) is not None
+        except Exception:  # an object that cannot even be asked for its class is none of ours
+            known[kind] = False
     return known[kind]
 
 
 def _is_searched(item: Any) -> bool:
-    if isinstance(item, list | tuple | dict | nn.Module):
+    if issubclass(type(item), list | tuple | dict | nn.Module):
         return True
-    return type(item).__module__.partition(".")[0] not in _FOREIGN
+    return str(type(item).__module__).partition(".")[0] not in _FOREIGN
