@@ -413,10 +413,16 @@ def test_gradients_still_flow_through_a_tapped_run() -> None:
 def test_arguments_come_by_place_and_by_name() -> None:
     model, args, _ = MODELS["awkward"]()
     program = ScriptProgram(reloaded(torch.jit.script(model)))
-    assert [a.name for a in program.arguments or ()] == ["x", "past"]
+    assert [a.name for a in program.arguments or ()] == ["x", "past.0", "past.1"]
     run = program.tapped(["exit"], inputs=False, linears=[])
     one, two = run(args, {}), run((), {"past": args[1], "x": args[0]})
-    assert same(one.output["logits"], two.output["logits"])
+    pieces = {"past.1": args[1][1], "past.0": args[1][0]}
+    others = [run(args[:1], pieces), run((args[0], *args[1]), {})]
+    for other in [two, *others]:
+        assert same(one.output["logits"], other.output["logits"])
+        assert same(one.output["k"], other.output["k"])
+    plain = program.plain(args[:1], pieces)
+    assert same(one.output["v"], plain["v"])
     with pytest.raises(RuntimeError, match="past"):
         run(args[:1], {})
     with pytest.raises(RuntimeError, match="expected at most 3"):

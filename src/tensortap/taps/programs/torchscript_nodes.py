@@ -15,15 +15,9 @@ import torch
 from ...errors import TargetError
 from ..leaves import flatten
 from .base import Argument, HeardCall, Leaves, Place, Provenance, Run, loose_leaves
+from .torchscript_arguments import arguments_of, bound
 from .torchscript_copies import append, copy_of, holds_tensors, list_of_any
-from .torchscript_program import (
-    arguments_of,
-    bound,
-    described,
-    detached,
-    function_of,
-    the_call,
-)
+from .torchscript_program import described, detached, function_of, the_call
 from .torchscript_surgery import nodes_of
 
 __all__ = ["GraphProgram", "NodeTap"]
@@ -116,7 +110,8 @@ class GraphProgram:
         return run
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._forward(*args, **kwargs)
+        given = bound(self._forward, args, kwargs, self._skip)
+        return self._forward(*args, **kwargs) if given is None else self._forward(*given)
 
     def linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         return self._linears

@@ -12,10 +12,11 @@ from ...errors import TargetError
 from ...recording.dtypes import dtype_name
 from ..leaves import flatten
 from .base import Argument, HeardCall, Leaves, Place, Run, loose_leaves
+from .torchscript_arguments import arguments_of, bound
 from .torchscript_surgery import UNUSED, Linear, Site, Surgeon
 from .torchscript_tree import Node, Tree
 
-__all__ = ["ScriptProgram", "bound", "described", "detached", "function_of", "the_call"]
+__all__ = ["ScriptProgram", "described", "detached", "function_of", "the_call"]
 
 _UNCALLED = "the compiled model never calls it"
 _CONTAINERS = {"ModuleList", "ModuleDict", "ParameterList", "ParameterDict"}
@@ -83,7 +84,8 @@ class ScriptProgram:
         return run
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._forward(*args, **kwargs)
+        given = bound(self._forward, args, kwargs)
+        return self._forward(*args, **kwargs) if given is None else self._forward(*given)
 
     def linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -164,35 +166,6 @@ def function_of(graph: Any) -> Any:
             f"torch {torch.__version__} cannot run the TorchScript graph with taps in it "
             f"({_first_line(error)}). Record it op by op with --runtime ops, or with another torch."
         ) from error
-
-
-def arguments_of(method: Any, skip: int = 1) -> list[Argument]:
-    """What a method takes behind `self`."""
-    return [
-        Argument(argument.name, required=not argument.has_default_value())
-        for argument in method.schema.arguments[skip:]
-    ]
-
-
-def bound(
-    method: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], skip: int = 1
-) -> list[Any] | None:
-    """The arguments of a call in order, with defaults; None where they do not fit."""
-    declared = method.schema.arguments[skip:]
-    if len(args) > len(declared):
-        return None
-    left = dict(kwargs)
-    found = list(args)
-    if any(argument.name in left for argument in declared[: len(args)]):
-        return None
-    for argument in declared[len(args) :]:
-        if argument.name in left:
-            found.append(left.pop(argument.name))
-        elif argument.has_default_value():
-            found.append(argument.default_value)
-        else:
-            return None
-    return None if left else found
 
 
 def _calls(taps: Sequence[tuple[int, tuple[Any, ...]]], sites: Sequence[Site]) -> list[HeardCall]:
