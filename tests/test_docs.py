@@ -42,7 +42,7 @@ def test_every_command_runs_as_written(page: Path, tmp_path) -> None:
     for words in commands(page):
         assert words[0] == "tensortap", f"{page.name}: {words} is no command of ours"
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "commands.py"],
+        [sys.executable, ROOT / "tests" / "forked_commands.py"],
         input=json.dumps([words[1:] for words in commands(page)]),
         cwd=tmp_path,
         env={**os.environ, "NO_COLOR": "1"},
