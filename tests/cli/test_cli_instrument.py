@@ -11,15 +11,25 @@ from safetensors.torch import save_file
 
 import tensortap as tap
 from commands import Run
-from tensortap.demo import build
+from tensortap.demo import DemoModel
+from tensortap.targets import Target
 
-TARGET = ("tensortap.demo:build", "--seq-len", "8")
+TARGET = ("test_cli_instrument:small",)
+IDS = torch.arange(8).view(1, 8)
+
+
+def small() -> Target:
+    """The demo's model, narrower."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = DemoModel(50, 32, 8, 2)
+    return Target(model.eval(), {"input_ids": IDS})
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("inputs") / "in.safetensors"
-    save_file(build(seq_len=8).batches[0].kwargs, str(path))
+    save_file({"input_ids": IDS}, str(path))
     return path
 
 
@@ -28,7 +38,7 @@ def test_instrument_record_compare(run: Run, tmp_path: Path, inputs: Path) -> No
     layers = ("-l", "blocks.{0-2}", "-l", "head")
     done = run("instrument", *TARGET, "-o", model, *layers)
     assert done.code == 0, done.err
-    assert "taps on 4 layers, 4 tensors, 55.2 KiB a run" in done.out
+    assert "taps on 4 layers, 4 tensors, 4.6 KiB a run" in done.out
     assert "Checked: its taps are the eager model's." in done.out
     assert f"next: tensortap record {model}" in done.err
     assert run("record", *TARGET, "-o", tmp_path / "eager", *layers, "-l", "").code == 0
@@ -48,7 +58,7 @@ def test_three_parts_are_one_recording(run: Run, tmp_path: Path, inputs: Path) -
     told = done.json
     assert told["files"] == [str(tmp_path / f"model.{index}.pt") for index in range(3)]
     assert (told["layers"], told["tensors"], told["format"]) == (8, 8, "torchscript")
-    assert told["nbytes"] == 8 * 8 * 256 * 4
+    assert told["nbytes"] == 8 * 8 * 32 * 4
     assert told["same"] is True and told["checked"] is True and told["failed"] == []
     held = [part["layers"] for part in json.loads(Path(told["manifest"]).read_text())["parts"]]
     assert [len(layers) for layers in held] in ([3, 3, 2], [3, 2, 3], [2, 3, 3])
@@ -140,11 +150,11 @@ def test_a_checkpoint_of_transformers(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_exported(run: Run, tmp_path: Path) -> None:
-    model, ids = build(seq_len=8).model, build(seq_len=8).batches[0].kwargs["input_ids"]
-    torch.export.save(torch.export.export(model, (ids,), strict=False), tmp_path / "model.pt2")
+    model = DemoModel(50, 32, 2, 2).eval()
+    torch.export.save(torch.export.export(model, (IDS,), strict=False), tmp_path / "model.pt2")
     done = run("instrument", tmp_path / "model.pt2", "-o", tmp_path / "tapped.pt2")
     assert done.code == 0, done.err
-    assert "(pt2): taps on 8 layers, 8 tensors" in done.out
+    assert "(pt2): taps on 2 layers, 2 tensors" in done.out
     assert "Checked" in done.out
     (tmp_path / "model.onnx").write_text("")
     other = run("instrument", tmp_path / "model.onnx", "-o", tmp_path / "x.pt")
