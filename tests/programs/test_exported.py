@@ -438,3 +438,21 @@ def test_outputs_of_a_library_are_known_in_a_process_that_did_not_import_it(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) == len(open_exported(tmp_path / "m.pt2", Options()).places)
+
+
+def test_what_torch_compile_adds_to_names_is_dropped() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.inner = torch.compile(model)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs)
+
+    model, args, kwargs = MODELS["demo"]()
+    names = [layer for layer, _ in eager_calls(model, args, kwargs)[1]]
+    program = open_exported(export(torch.compile(model), args, kwargs), Options())
+    assert [place.name for place in program.places] == [*names, ""]
+    assert set(program.weights) == {name for name, _ in model.named_parameters()}
+    program = open_exported(export(Wrapped(model), args, kwargs), Options())
+    assert [place.name for place in program.places] == [*(f"inner.{name}" for name in names), ""]

@@ -26,7 +26,7 @@ from .exported_branches import branch_plans
 from .exported_files import holds_export, load_exported
 from .exported_graph import read, tensor_at
 from .exported_listen import Listening
-from .exported_nodes import scopes_of
+from .exported_nodes import eager_name, scopes_of
 from .exported_places import folded, places_of, signatures_of
 from .exported_plan import CallPlan, plan_calls
 from .exported_surgery import copied
@@ -132,7 +132,7 @@ class ExportProgram:
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the parameters that the graph reads, by name."""
         return {
-            name: tuple(tensor.shape)
+            eager_name(name): tuple(tensor.shape)
             for name, tensor in self._constants()
             if isinstance(tensor, torch.nn.Parameter)
         }

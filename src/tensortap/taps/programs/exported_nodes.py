@@ -11,6 +11,7 @@ from torch import fx
 
 __all__ = [
     "Region",
+    "eager_name",
     "is_data",
     "is_quantising",
     "mutates_first",
@@ -69,16 +70,21 @@ def region(module: fx.GraphModule, node: fx.Node) -> Region | None:
 
 def scopes_of(node: fx.Node) -> list[tuple[str, str, str]]:
     """(key, path, class) of every module call that a node was traced in, outermost first."""
-    found = []
+    found: list[tuple[str, str, str]] = []
     stack: dict[str, tuple[Any, Any]] = node.meta.get("nn_module_stack") or {}
     for key, (path, kind) in stack.items():
-        name = str(path)
-        if name == _STRIPPED:
-            name = ""
-        name = name.removeprefix(f"{_STRIPPED}.").removeprefix("L['self'].").lstrip(".")
+        name = eager_name(str(path))
+        if found and name and found[-1][1] == name:
+            found.pop()  # the wrapper of torch.compile around the module that it wraps
         whole = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
         found.append((str(key), name, whole))
     return found
+
+
+def eager_name(path: str) -> str:
+    """A module's or parameter's path as the eager model has it, without what wrappers add."""
+    parts = path.removeprefix("L['self'].").split(".")
+    return ".".join(part for part in parts if part not in ("", _STRIPPED, "_orig_mod"))
 
 
 def is_data(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from .base import Place
 from .exported_branches import BranchPlan
 from .exported_graph import Reading
-from .exported_nodes import operator_of
+from .exported_nodes import eager_name, operator_of
 from .exported_plan import CallPlan, Signature, attribute
 from .scopes import ModuleCall
 
@@ -37,6 +37,7 @@ def signatures_of(exported: Any, reading: Reading) -> dict[ModuleCall, Signature
         if len(kept.outputs) != kept.out_spec.num_leaves:
             continue  # it was inside a region of its own, where export loses track
         path, _, number = str(entry.fqn).partition("@")
+        path = eager_name(path)
         names = [
             reading.resolve(item.name) if type(item).__name__ == "TensorArgument" else None
             for item in kept.outputs
@@ -71,8 +72,8 @@ def places_of(
             found[plan.layer] = replace(known, gone=None, provenance=plan.provenance)
     owners = [str(n.target).rpartition(".")[0] for n in module.graph.nodes if n.op == "get_attr"]
     for name in dict.fromkeys([*names, *owners]):
-        path = name.partition("@")[0]
-        if not path or path in found or path == "_guards_fn" or _is_graph(module, path):
+        path = eager_name(name.partition("@")[0])
+        if not path or path in found or path == "_guards_fn" or _is_graph(module, name):
             continue
         if any(other.startswith(f"{path}.") for other in found):
             continue  # a list of layers, which is never called
@@ -100,7 +101,7 @@ def folded(
     for place in places:
         if place.name in biases and place.gone is None:
             bias = biases[place.name]
-            if place.name in known or (bias and bias != f"{place.name}.bias"):
+            if place.name in known or (bias and eager_name(bias) != f"{place.name}.bias"):
                 place = replace(place, gone=_FOLDED)  # folding gives a bias to whoever has none
             elif other is None and bias:
                 place = replace(place, provenance="inferred")

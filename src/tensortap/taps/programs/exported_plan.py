@@ -15,7 +15,7 @@ from torch import fx
 
 from .base import Provenance
 from .exported_graph import Reading
-from .exported_nodes import operator_of
+from .exported_nodes import eager_name, operator_of
 from .scopes import ModuleCall, entering, leaving
 
 __all__ = [
@@ -230,5 +230,5 @@ def _owner(reading: Reading, name: str) -> str | None:
     bias = None if at[1] is None else attribute(reading, name, at[1])
     if weight is None or not weight.endswith(".weight"):
         return None
-    layer = weight.removesuffix(".weight")
-    return layer if bias in (None, f"{layer}.bias") else None
+    owner = weight.removesuffix(".weight")
+    return eager_name(owner) if bias in (None, f"{owner}.bias") else None
