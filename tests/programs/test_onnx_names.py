@@ -73,6 +73,18 @@ class Containers(nn.Module):
         return self.parts["a"](self.layers(self.net(self.net(x))))
 
 
+class Skips(nn.Module):
+    """Calls a part of a part, so that the name between is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"decoder": Inner()})
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model["decoder"](x))
+
+
 class Clashes(nn.Module):
     """Names that are also what the TorchScript exporter calls a second call."""
 
@@ -104,7 +116,9 @@ class Turn(nn.Module):
 
 CASES = {
     "repeats": (Repeats, (2, 4)),
+    "repeats of products": (Repeats, (2, 3, 4)),  # whose weights are transposed in advance
     "containers": (Containers, (2, 4)),
+    "skips": (Skips, (2, 4)),
     "clashes": (Clashes, (2, 4)),
     "turns": (Turns, (2, 6, 3)),
 }
@@ -122,7 +136,7 @@ def test_nothing_that_is_sure_is_wrong(case: str, style: str, tmp_path: Path) ->
     found = heard(program, x)
     assert_right(found, expected)
     doubts = {p.name for p in program.places if p.provenance == "inferred"}
-    if case == "repeats":
+    if case.startswith("repeats"):
         assert "middle" in doubts and "middle.inner" not in doubts
         assert len(found["middle.inner.lin"]) == 4 and len(found["lin"]) == 2
         assert ("block" in doubts) == (style != "torchscript")
@@ -130,6 +144,9 @@ def test_nothing_that_is_sure_is_wrong(case: str, style: str, tmp_path: Path) ->
     if case == "containers":
         assert len(found["net.0.0"]) == 2 and "layers.layers.0" in found and "layers" in found
         assert "net" in doubts
+        assert "parts.a.0" in found
+    if case == "skips":
+        assert {"model.decoder", "model.decoder.act", "head"} <= set(found)
     if case == "clashes":
         assert ("act" in found) == (style != "torchscript")
     if case == "turns":

@@ -139,6 +139,8 @@ def _number_calls(block: Block, marks: dict[Node, _Mark], scopes: Scopes) -> Non
                 numbers[node][path] = 0
             continue
         _judge_runs(path, found, block, marks, numbers, scopes, stripped)
+        if any(_repeats_all(path, run, marks) for run in found):
+            scopes.doubts[path] = TWICE
     for node, mark in marks.items():
         own = dict.fromkeys(path for path in mark.paths if path)
         scopes.calls[node] = tuple((path, numbers[node][path]) for path in own)
@@ -181,6 +183,17 @@ def _judge_runs(
             count += 1
 
 
+def _repeats_all(path: str, run: list[Node], marks: dict[Node, _Mark]) -> bool:
+    """Whether every layer in a run comes twice: then so may the layer itself."""
+    counts: Counter[str] = Counter()
+    now: tuple[str, ...] = ()
+    for node in run:
+        paths = marks[node].paths
+        counts.update(inner for inner in paths[paths.index(path) + 1 :] if inner not in now)
+        now = paths
+    return bool(counts) and min(counts.values()) > 1
+
+
 _Unit = tuple[list[Node], Any]
 
 
@@ -189,7 +202,7 @@ def _units(
 ) -> list[_Unit]:
     """The operations of a run: their nodes, and what tells one operation from another.
 
-    A quantiser makes a weight that is read twice into two.
+    A weight that is read twice is made two by quantisers, and by transposing it in advance.
     """
     found: list[_Unit] = []
     last = None
@@ -199,8 +212,8 @@ def _units(
             found.append(([], (mark.paths[mark.paths.index(path) + 1 :], [])))
             last = mark.unit
         found[-1][0].append(node)
-        weights = tuple(sorted(block.weights_of(node))) if with_weights else ()
-        found[-1][1][1].append((node.op, weights))
+        named = (name for name in block.weights_of(node) if "." in name)
+        found[-1][1][1].append((node.op, tuple(sorted(named)) if with_weights else ()))
     return found
 
 
@@ -245,6 +258,7 @@ class _Names:
         weights = {name for block in blocks for name in block.constants}
         self.named = {name for name in weights if "::" not in name and "." in name}
         self.around = {tag[:depth] for tag in self.tags.values() for depth in range(1, len(tag))}
+        self.first: dict[str, str] = {}
         self.again: list[str] = []  # taken for second calls, with no weight to show it
         self.base = {tag: self._base(tag) for tag in self.direct}
         if self.again:
@@ -261,7 +275,7 @@ class _Names:
         self._doubt_what_weights_deny()
 
     def _doubt_what_weights_deny(self) -> None:
-        """Parts of a ModuleDict lose its name: `/a/Gemm` reads `parts.a.weight`."""
+        """Parts of a ModuleDict lose its name: `/b/a/Gemm` reads `b.parts.a.weight`."""
         for tag, (module, _) in self.base.items():
             path = self.paths[module]
             owners = {n.rsplit(".", 1)[0] for n in self._weights(tag) if n in self.named}
@@ -306,7 +320,7 @@ class _Names:
 
     def _path(self, module: _Tag) -> str:
         """The dotted name: below a Sequential `net`, a part is called `net.0`, not `0`."""
-        path = module[0]
+        path = self._whole(module[0])
         for index in range(1, len(module)):
             before, part = module[index - 1], module[index]
             repeated = part.startswith(f"{before}.") and not any(
@@ -314,6 +328,19 @@ class _Names:
             )
             path = path + part[len(before) :] if repeated else f"{path}.{part}"
         return path
+
+    def _whole(self, part: str) -> str:
+        """The first part of a name with what stands before it in the names of its weights.
+
+        A model that calls `self.model.decoder` itself, or a part of a ModuleDict, skips a name.
+        """
+        if part not in self.first:
+            tags = [tag for tag in self.direct if tag[0] == part]
+            read = {name for tag in tags for name in self._weights(tag) if name in self.named}
+            before = {name.split(f".{part}.")[0] for name in read if f".{part}." in name}
+            skipped = len(before) == 1 and not any(name.startswith(f"{part}.") for name in read)
+            self.first[part] = f"{before.pop()}.{part}" if skipped else part
+        return self.first[part]
 
     def _per_call(self, module: _Tag) -> dict[_Tag, int]:
         """How often each module below is called in one call of this one."""
