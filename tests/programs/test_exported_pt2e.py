@@ -197,6 +197,7 @@ def test_a_guess_is_refused(convolutions: Any, tmp_path: Path) -> None:
     assert [r.provenance for r in tap.open(tmp_path / "b")["one"].records] == ["inferred"]
 
 
+@pytest.mark.slow
 def test_a_quantised_file_opens_where_nothing_was_imported(linear: Any) -> None:
     """Operators of the quantiser are registered by a library that the file does not name."""
     import subprocess
