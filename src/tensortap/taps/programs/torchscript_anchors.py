@@ -15,15 +15,15 @@ and where no other layer's weights are the same. The rest is a guess, or nothing
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .base import Provenance
 from .torchscript_copies import holds_tensors
+from .torchscript_graphs import nodes_of
+from .torchscript_neighbours import Found, Neighbours, made_by
 from .torchscript_nodes import NodeTap
-from .torchscript_surgery import nodes_of
 
 __all__ = ["Anchored", "Weight", "anchors"]
 
@@ -84,20 +84,6 @@ _ELSEWHERE = "its weights are read by ops that do not tell what it returns"
 _TIED = "other layers have the same weights, so its value cannot be told from theirs"
 
 
-@dataclass(frozen=True)
-class _Found:
-    """One op that may be a call of one of several layers."""
-
-    start: int
-    end: int
-    candidates: tuple[str, ...]
-    kind: str
-    role: _Role
-    data: int
-    weight: int
-    bias: int | None
-
-
 def anchors(
     graph: Any, weights: Mapping[int, Weight], modules: Mapping[str, Sequence[str]]
 ) -> Anchored:
@@ -107,7 +93,7 @@ def anchors(
     each with the names of those that it needs.
     """
     nodes = list(nodes_of(graph))
-    numbers = {id_: index for index, node in enumerate(nodes) for id_ in _made(node)}
+    numbers = {id_: index for index, node in enumerate(nodes) for id_ in made_by(node)}
     known = dict(weights)
     _spread(nodes, known)
     found = [
@@ -118,7 +104,7 @@ def anchors(
     taps: list[NodeTap] = []
     linears: dict[str, tuple[str, bool, str | None]] = {}
     why: dict[str, str] = {}
-    for item, name, alone in _named(found, why, _Neighbours(nodes, found)):
+    for item, name, alone in _named(found, why, Neighbours(nodes, found)):
         node = nodes[item.start]
         weight = known[item.weight]
         sure = alone and not weight.doubtful and _is_main(weight, name) and not _is_scaled(node)
@@ -132,7 +118,7 @@ def anchors(
         kind: Provenance = "weight" if sure else "inferred"
         is_product = item.kind in ("aten::linear", "aten::matmul", "aten::mm")
         operand = item.data if is_product else None
-        type_ = "Linear" if is_product else item.role.type
+        type_ = "Linear" if is_product else item.type
         taps.append(NodeTap(name, item.end, item.start, reads, operand, type_, kind))
         if is_product and sure:
             turned = weight.transposed is (item.kind == "aten::linear")
@@ -164,10 +150,6 @@ def _is_scaled(node: Any) -> bool:
     return node.kind() == "aten::embedding" and users in (["aten::mul"], ["aten::div"])
 
 
-def _made(node: Any) -> list[int]:
-    return [value.unique() for value in node.outputs()]
-
-
 def _spread(nodes: Sequence[Any], known: dict[int, Weight]) -> None:
     """What is a weight, cast or transposed, is that weight."""
     for node in nodes:
@@ -187,7 +169,7 @@ def _look(
     numbers: Mapping[int, int],
     known: Mapping[int, Weight],
     modules: Mapping[str, Sequence[str]],
-) -> _Found | None:
+) -> Found | None:
     kind = node.kind()
     role = _ROLES.get(kind) or (_scale(node, known) if kind == "aten::mul" else None)
     if role is None or (main := known.get(node.inputsAt(role.weight).unique())) is None:
@@ -220,7 +202,7 @@ def _look(
         return None
     end, bias = ends[candidates[0]]
     weight = node.inputsAt(role.weight).unique()
-    return _Found(index, end, tuple(candidates), kind, role, role.data, weight, bias)
+    return Found(index, end, tuple(candidates), kind, role.type, role.data, weight, bias)
 
 
 def _scale(node: Any, known: Mapping[int, Weight]) -> _Role | None:
@@ -265,13 +247,13 @@ def _readers(nodes: Sequence[Any], known: Mapping[int, Weight]) -> dict[str, lis
 
 
 def _named(
-    found: Sequence[_Found], why: dict[str, str], near: _Neighbours
-) -> list[tuple[_Found, str, bool]]:
+    found: Sequence[Found], why: dict[str, str], near: Neighbours
+) -> list[tuple[Found, str, bool]]:
     """Each op with the layer whose call it is, and whether that is sure."""
-    groups: dict[tuple[str, ...], list[_Found]] = {}
+    groups: dict[tuple[str, ...], list[Found]] = {}
     for item in found:
         groups.setdefault(item.candidates, []).append(item)
-    named: list[tuple[_Found, str, bool]] = []
+    named: list[tuple[Found, str, bool]] = []
     for candidates, items in groups.items():
         looked_up = [item.kind == "aten::embedding" for item in items]
         if len(candidates) == 1:
@@ -303,101 +285,5 @@ def _named(
     return sorted(named, key=lambda entry: entry[0].end)
 
 
-class _Neighbours:
-    """Which sure layers stand before and behind an op: names of one block stand together."""
-
-    def __init__(self, nodes: Sequence[Any], found: Sequence[_Found]) -> None:
-        sure = [item for item in found if len(item.candidates) == 1]
-        self._ends = {item.end: item.candidates[0] for item in sure}
-        self._starts = {item.start: item.candidates[0] for item in sure}
-        made = {id_: index for index, node in enumerate(nodes) for id_ in _made(node)}
-        self._before: dict[int, list[int]] = {}
-        self._behind: dict[int, list[int]] = {}
-        for index, node in enumerate(nodes):
-            for value in node.inputs():
-                source = made.get(value.unique())
-                if source is not None and holds_tensors(value.type()):
-                    self._before.setdefault(index, []).append(source)
-                    self._behind.setdefault(source, []).append(index)
-
-    def shared_out(
-        self, items: Sequence[_Found], candidates: Sequence[str]
-    ) -> list[tuple[_Found, str]] | None:
-        """Ops given to names by the block that their neighbours stand in.
-
-        Where norms stand in front of what they serve, what reads them is of their block; where
-        behind, what they read. All have to fit one of both, but for one that is left over.
-        """
-        room: dict[str, list[str]] = {}
-        for name in candidates:
-            room.setdefault(name.rpartition(".")[0], []).append(name)
-        ahead = [self._nearest(item.end, self._behind, self._starts, min) for item in items]
-        back = [self._nearest(item.start, self._before, self._ends, max) for item in items]
-        if any(len({_turn(name) for name in names}) < len(names) for names in room.values()):
-            return None  # which of a block's norms comes first cannot be told
-        for neighbours in (ahead, back):
-            parents = _fitting([_block(name, room) for name in neighbours], room)
-            if parents is not None:
-                return [
-                    (items[index], name)
-                    for parent, names in room.items()
-                    for index, name in zip(
-                        [index for index, chosen in enumerate(parents) if chosen == parent],
-                        sorted(names, key=_turn),
-                        strict=True,
-                    )
-                ]
-        return None
-
-    def _nearest(
-        self,
-        start: int,
-        edges: Mapping[int, Sequence[int]],
-        known: Mapping[int, str],
-        choose: Callable[[Iterable[int]], int],
-    ) -> str | None:
-        """The nearest sure layer along the graph, others not passed through."""
-        seen: set[int] = set()
-        reached: set[int] = set()
-        waiting = [start]
-        while waiting:
-            for index in edges.get(waiting.pop(), ()):
-                if index in known:
-                    reached.add(index)
-                elif index not in seen:
-                    seen.add(index)
-                    waiting.append(index)
-        return known[choose(reached)] if reached else None
-
-
-def _block(name: str | None, parents: Collection[str]) -> str | None:
-    """The innermost of these modules that holds a layer."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in parents:
-            return name
-    return None
-
-
-def _fitting(parents: Sequence[str | None], room: Mapping[str, Sequence[str]]) -> list[str] | None:
-    """The same with the one that is left over put where room is left; None if it does not fit."""
-    left = Counter({parent: len(names) for parent, names in room.items()})
-    left.subtract(parent for parent in parents if parent is not None)
-    missing = sum(parent is None for parent in parents)
-    if missing > 1 or any(count < 0 for count in left.values()):
-        return None
-    rest = next((parent for parent, count in left.items() if count), "")
-    return [rest if parent is None else parent for parent in parents]
-
-
 def _is_table(name: str) -> bool:
     return any(word in name.lower() for word in ("emb", "wte"))
-
-
-def _turn(name: str) -> tuple[int, str]:
-    """What the name of a norm says of its place in its block: a word, or a number."""
-    last = name.rpartition(".")[2].lower()
-    early = any(word in last for word in ("input", "before", "pre"))
-    late = any(word in last for word in ("post", "after", "final", "output"))
-    digits = "".join(letter for letter in last if letter.isdigit())
-    return (0 if early else 2 if late else 1), digits.zfill(6)

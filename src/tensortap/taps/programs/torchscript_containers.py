@@ -16,8 +16,8 @@ import torch
 from .postdom import END, nearest_common, post_dominators
 from .torchscript_anchors import Anchored
 from .torchscript_copies import holds_tensors
+from .torchscript_graphs import nodes_of
 from .torchscript_nodes import NodeTap
-from .torchscript_surgery import nodes_of
 
 __all__ = ["containers"]
 

@@ -16,9 +16,9 @@ from ...errors import OptionError
 from .base import Options, Place
 from .torchscript_anchors import Weight, anchors
 from .torchscript_containers import containers
+from .torchscript_graphs import nodes_of
 from .torchscript_nodes import GraphProgram, NodeTap
 from .torchscript_ops import linears_of, ops_program
-from .torchscript_surgery import nodes_of
 from .weights import Checkpoint, open_checkpoint
 
 __all__ = ["frozen_program", "matched"]

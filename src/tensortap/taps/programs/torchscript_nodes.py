@@ -17,8 +17,8 @@ from ..leaves import flatten
 from .base import Argument, HeardCall, Leaves, Place, Provenance, Run, loose_leaves
 from .torchscript_arguments import arguments_of, bound
 from .torchscript_copies import append, copy_of, holds_tensors, list_of_any
+from .torchscript_graphs import nodes_of
 from .torchscript_program import described, detached, function_of, the_call
-from .torchscript_surgery import nodes_of
 
 __all__ = ["GraphProgram", "NodeTap"]
 

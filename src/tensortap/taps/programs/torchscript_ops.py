@@ -16,8 +16,8 @@ import torch
 from .base import Options, Place, Program
 from .torchscript_anchors import Anchored, Weight, anchors
 from .torchscript_copies import holds_tensors
+from .torchscript_graphs import Owner, by_age, elements, nodes_of, origin
 from .torchscript_nodes import GraphProgram, NodeTap
-from .torchscript_surgery import Owner, by_age, elements, nodes_of, origin
 from .torchscript_tree import Tree
 
 __all__ = ["KIND", "OpsKind", "function_program", "linears_of", "op_taps", "ops_program"]

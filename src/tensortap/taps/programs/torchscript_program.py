@@ -13,7 +13,8 @@ from ...recording.dtypes import dtype_name
 from ..leaves import flatten
 from .base import Argument, HeardCall, Leaves, Place, Run, loose_leaves
 from .torchscript_arguments import arguments_of, bound
-from .torchscript_surgery import UNUSED, Linear, Site, Surgeon
+from .torchscript_graphs import Linear
+from .torchscript_surgery import UNUSED, Site, Surgeon
 from .torchscript_tree import Node, Tree
 
 __all__ = ["ScriptProgram", "described", "detached", "function_of", "the_call"]
