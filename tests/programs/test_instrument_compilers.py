@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from programs.heard import Heard, assert_taps, heard, hooks_on
 from programs.models import MODELS
@@ -86,3 +87,45 @@ def test_shapes_that_vary_are_not_known() -> None:
 
 def blocks(rows: Heard) -> Heard:
     return [row for row in rows if row[0].count(".") == 1]
+
+
+class Broken(nn.Module):
+    """A layer that dynamo cannot take whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_a_graph_break_loses_no_tap() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Broken(), Broken()).requires_grad_(False), torch.randn(2, 4)
+    expected = heard(model, x)
+    wrapped = instrument(model, "all")
+    torch._dynamo.reset()
+    compiled = torch.compile(wrapped, backend="eager")
+    for _ in range(2):
+        assert_taps(wrapped, compiled(x)[1], expected)
+    wrapped.remove()
+    torch._dynamo.reset()
+
+
+def test_a_cache_of_transformers_goes_in_and_out() -> None:
+    transformers = pytest.importorskip("transformers")
+    model, _, _ = MODELS["llama"]()
+    wrapped = instrument(model)
+    caches = [transformers.DynamicCache() for _ in range(2)]
+    for ids in (torch.arange(1, 7).view(1, 6), torch.tensor([[3]])):
+        given = [{"input_ids": ids, "past_key_values": c, "use_cache": True} for c in caches]
+        with torch.no_grad():
+            plain = model(**given[0])
+            output, taps = wrapped(**given[1])
+        assert torch.equal(plain.logits, output.logits)
+        assert [tuple(tap.shape) for tap in taps] == [(1, ids.shape[1], 32)] * 2
+        assert output.past_key_values is caches[1]
+    assert [cache.get_seq_length() for cache in caches] == [7, 7]
