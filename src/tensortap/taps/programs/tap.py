@@ -318,7 +318,11 @@ class ProgramTap:
         call = sink.begin(slot)
         held: list[Held] = []
         if self.ports.inputs:
-            held += sink.hold(slot, "input", [pair for pair in heard.inputs if pair[1] is not None])
+            given = [pair for pair in heard.inputs if pair[1] is not None]
+            if given:
+                held += sink.hold(slot, "input", given)
+            else:
+                sink.skip(slot, "input", "", "the compiled model does not show what it was given")
         if self.ports.outputs:
             held += sink.hold(slot, "output", heard.outputs)
         sink.emit(call, held)
