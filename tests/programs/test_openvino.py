@@ -485,3 +485,31 @@ def test_options_are_the_runtime_s(llama: Any) -> None:
     about = program.describe()
     assert about["runtime"] == "openvino" and about["openvino"] == openvino.__version__
     assert about["parameters"] >= sum(p.numel() for p in llama[0].parameters())
+
+
+class Folded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()
+        self.plain, self.fc = nn.Conv2d(4, 4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.plain(self.act(self.bn(self.conv(x)))))
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_names_of_the_older_onnx_exporter(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    torch.manual_seed(0)
+    model, x = Folded().eval().requires_grad_(False), torch.randn(1, 3, 6, 6)
+    model.bn.running_mean = torch.randn(4)
+    torch.onnx.export(model, (x,), tmp_path / "m.onnx", dynamo=False)
+    program = open_program(openvino.convert_model(tmp_path / "m.onnx"))
+    places = {place.name: place for place in program.places}
+    assert "folded" in str(places["conv"].gone) and "bn" not in places
+    assert places["act_1"].provenance == "inferred"  # a second call, or a module of that name
+    wanted, calls = hooked(model, (x,), {}), run_all(program, (x,), {})
+    assert set(calls) == {"act", "plain", "fc"}
+    for name, (call, *_) in calls.items():
+        assert close(call.outputs[0][1], wanted[name][0][0]), name
