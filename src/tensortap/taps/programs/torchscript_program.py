@@ -55,7 +55,7 @@ class ScriptProgram:
 
     def _learn(self) -> Surgeon:
         surgeon = Surgeon(self._tree, None)
-        surgeon.graph()
+        _graph_of(surgeon)
         return surgeon
 
     @property
@@ -71,7 +71,7 @@ class ScriptProgram:
         self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]
     ) -> Callable[[tuple[Any, ...], Mapping[str, Any]], Run]:
         surgeon = Surgeon(self._tree, frozenset(layers), inputs, frozenset(linears))
-        function = function_of(surgeon.graph())
+        function = function_of(_graph_of(surgeon))
         sites = tuple(surgeon.sites)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
@@ -158,15 +158,26 @@ def described(
     return found
 
 
+def _graph_of(surgeon: Surgeon) -> Any:
+    try:
+        return surgeon.graph()
+    except (AttributeError, RuntimeError) as error:
+        raise TargetError(_cannot(error)) from error
+
+
 def function_of(graph: Any) -> Any:
     """A function that runs a graph; the calls for it are torch's private ones."""
     try:
         return torch._C._create_function_from_graph("tapped", graph)
     except (AttributeError, RuntimeError) as error:
-        raise TargetError(
-            f"torch {torch.__version__} cannot run the TorchScript graph with taps in it "
-            f"({_first_line(error)}). Record it op by op with --runtime ops, or with another torch."
-        ) from error
+        raise TargetError(_cannot(error)) from error
+
+
+def _cannot(error: BaseException) -> str:
+    return (
+        f"torch {torch.__version__} cannot put taps into the graph of this TorchScript model "
+        f"({_first_line(error)}). Record it op by op with --runtime ops, or with another torch."
+    )
 
 
 def _calls(taps: Sequence[tuple[int, tuple[Any, ...]]], sites: Sequence[Site]) -> list[HeardCall]:
