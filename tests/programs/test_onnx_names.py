@@ -85,6 +85,19 @@ class Skips(nn.Module):
         return self.head(self.model["decoder"](x))
 
 
+class Equal(nn.Module):
+    """New norms have equal weights, of which an exporter keeps one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.LayerNorm(4)))
+        self.inner = nn.ModuleList([nn.LayerNorm(4)])
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner[0](self.stage(x).sin()).cos())
+
+
 class Clashes(nn.Module):
     """Names that are also what the TorchScript exporter calls a second call."""
 
@@ -118,6 +131,7 @@ CASES = {
     "repeats": (Repeats, (2, 4)),
     "repeats of products": (Repeats, (2, 3, 4)),  # whose weights are transposed in advance
     "containers": (Containers, (2, 4)),
+    "equal": (Equal, (2, 4)),
     "skips": (Skips, (2, 4)),
     "clashes": (Clashes, (2, 4)),
     "turns": (Turns, (2, 6, 3)),
@@ -145,6 +159,8 @@ def test_nothing_that_is_sure_is_wrong(case: str, style: str, tmp_path: Path) ->
         assert len(found["net.0.0"]) == 2 and "layers.layers.0" in found and "layers" in found
         assert "net" in doubts
         assert "parts.a.0" in found
+    if case == "equal":
+        assert set(found) == set(expected)
     if case == "skips":
         assert {"model.decoder", "model.decoder.act", "head"} <= set(found)
     if case == "clashes":

@@ -325,7 +325,7 @@ class _Reading:
         calls = self._calls(node)
         inner = calls[-1][0] if calls else ""
         weights = self.block.constants.get(node.inputs[1]) if len(node.inputs) > 1 else None
-        if not weights or any(name.startswith(inner + ".") for name in weights):
+        if not weights or any(n.startswith(f"{inner}.") for n in (*weights, node.inputs[1])):
             return False
         if inner == path:
             layers.gone[path] = FOLDED

@@ -278,7 +278,7 @@ class _Names:
         """Parts of a ModuleDict lose its name: `/b/a/Gemm` reads `b.parts.a.weight`."""
         for tag, (module, _) in self.base.items():
             path = self.paths[module]
-            owners = {n.rsplit(".", 1)[0] for n in self._weights(tag) if n in self.named}
+            owners = {name.rsplit(".", 1)[0] for name in self._read(tag)}
             if owners and path not in owners and any(n.endswith(f".{path}") for n in owners):
                 self._doubt([module[:depth] for depth in range(1, len(module) + 1)], MIXED)
 
@@ -290,12 +290,12 @@ class _Names:
             return tag, 0
         weights = self._weights(tag)
         if first not in self.direct:
-            if any(name.startswith(".".join(first) + ".") for name in weights):
+            if any(name.startswith(".".join(first) + ".") for name in self._read(tag)):
                 self._doubt((first, tag), MIXED)
             return tag, 0
         theirs = self._weights(first)
-        if any(name.startswith(".".join(tag) + ".") for name in weights):
-            if weights & theirs:
+        if any(name.startswith(".".join(tag) + ".") for name in self._read(tag)):
+            if self._read(tag) & self._read(first):
                 self._doubt((tag,), MIXED)
             return tag, 0
         if weights and not weights & theirs:
@@ -311,6 +311,11 @@ class _Names:
 
     def _weights(self, tag: _Tag) -> frozenset[str]:
         return frozenset().union(*(block.weights_of(node) for block, node in self.direct[tag]))
+
+    def _read(self, tag: _Tag) -> set[str]:
+        """The parameters by name; equal ones were made one, but each is read by its own name."""
+        read = {name for _, node in self.direct[tag] for name in node.inputs}
+        return read & self.named
 
     def _sign(self, tag: _Tag) -> Counter[tuple[Any, ...]]:
         return Counter(
@@ -336,7 +341,7 @@ class _Names:
         """
         if part not in self.first:
             tags = [tag for tag in self.direct if tag[0] == part]
-            read = {name for tag in tags for name in self._weights(tag) if name in self.named}
+            read = {name for tag in tags for name in self._read(tag)}
             before = {name.split(f".{part}.")[0] for name in read if f".{part}." in name}
             skipped = len(before) == 1 and not any(name.startswith(f"{part}.") for name in read)
             self.first[part] = f"{before.pop()}.{part}" if skipped else part
