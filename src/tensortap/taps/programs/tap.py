@@ -67,11 +67,12 @@ class ProgramTap:
         self._options = options or Options()
         by_name = {place.name: place for place in program.places}
         by_name.setdefault("", Place("", provenance="hook"))
+        alone = chosen is None
         if chosen is None:
             chosen = self._select(list(by_name.values()), layers, default)
         places = [place for name, place in by_name.items() if name in chosen]
         places = [replace(p, provenance="hook") if not p.name else p for p in places]
-        self._refuse(places, layers)
+        self._refuse(places, layers, alone)
         self.slots: Sequence[Slot] = [
             Slot(index, joined(prefix, place.name), place.type, provenance=place.provenance)
             for index, place in enumerate(places)
@@ -119,8 +120,11 @@ class ProgramTap:
             return REFUSED
         return None
 
-    def _refuse(self, places: Sequence[Place], layers: Any) -> None:
-        """A guess that was asked for by name is an error; one among many is a row."""
+    def _refuse(self, places: Sequence[Place], layers: Any, alone: bool) -> None:
+        """A guess that was asked for by name is an error; one among many is a row.
+
+        That nothing at all is left is an error too, unless other parts have something to record.
+        """
         wanted = [layers] if isinstance(layers, str) else list(layers)
         named = {part for text in wanted for part in split(text)} - set(WORDS)
         for place in places:
@@ -128,7 +132,7 @@ class ProgramTap:
             if why is not None and joined(self.prefix, place.name) in named:
                 raise SelectionError(f"The layer '{place.name}' cannot be recorded: {why}.")
         lost = [place for place in places if self._why_lost(place)]
-        if places and len(lost) == len(places):
+        if alone and places and len(lost) == len(places):
             raise SelectionError(
                 f"None of the {len(lost)} selected layers can be recorded. '{lost[0].name}': "
                 f"{self._why_lost(lost[0])}."
