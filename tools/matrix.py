@@ -186,7 +186,8 @@ def page(cells: Sequence[Cell]) -> str:
     lines = [_row(head), "|---" * len(head) + "|"]
     for runtime in runtimes:
         texts = [
-            _text(found[model, runtime], notes) for model in models if (model, runtime) in found
+            _text(found[model, runtime], notes) if (model, runtime) in found else "not run"
+            for model in models
         ]
         lines.append(_row([f"**{RUNTIMES[runtime].title}**", *texts]))
     lines += [
@@ -281,8 +282,26 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds that a cell may take")
     parser.add_argument("--accept-inferred", action="store_true", help="guesses are judged too")
     parser.add_argument("--page", type=Path, help="write the table between the marks of this page")
+    parser.add_argument("--cells", type=Path, nargs="+", help="read these cells, run none")
     parser.add_argument("--json", type=Path, help="write every cell to this file")
     options = parser.parse_args()
+    cells: list[Cell] = []
+    for path in options.cells or ():  # the later file counts where two hold the same cell
+        cells += [Cell(**item) for item in json.loads(path.read_text())]
+    cells = list({(cell.model, cell.runtime): cell for cell in cells}.values())
+    if not options.cells:
+        cells = _run(options)
+    order = {name: index for index, name in enumerate(MODELS)}
+    cells.sort(key=lambda cell: order[cell.model])
+    text = page(cells)
+    sys.stdout.write(text + "\n")
+    if options.page:
+        write_page(options.page, text)
+    return 1 if any(cell.red for cell in cells) else 0
+
+
+def _run(options: argparse.Namespace) -> list[Cell]:
+    """Run the cells, and keep them in a file as they come, if that is wanted."""
     folder = Path(tempfile.mkdtemp(prefix="tensortap-matrix-"))
     cells: list[Cell] = []
     try:
@@ -292,17 +311,12 @@ def main() -> int:
             cells.append(cell)
             sys.stderr.write(_told(cell))
             sys.stderr.flush()
+            if options.json:
+                data = [asdict(cell) for cell in cells]
+                options.json.write_text(json.dumps(data, indent=1) + "\n")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    order = {name: index for index, name in enumerate(MODELS)}
-    cells.sort(key=lambda cell: order[cell.model])
-    text = page(cells)
-    sys.stdout.write(text + "\n")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
-    if options.page:
-        write_page(options.page, text)
-    return 1 if any(cell.red for cell in cells) else 0
+    return cells
 
 
 def _told(cell: Cell) -> str:
