@@ -294,6 +294,8 @@ def main() -> int:
     order = {name: index for index, name in enumerate(MODELS)}
     cells.sort(key=lambda cell: order[cell.model])
     text = page(cells)
+    if options.cells:
+        text += f"\n\nPut together from {len(options.cells)} runs of some columns each."
     sys.stdout.write(text + "\n")
     if options.page:
         write_page(options.page, text)
