@@ -3,7 +3,7 @@
 Importing torch takes most of a short command's time. This program imports it once and forks for
 each command, before torch has started any thread, so a command starts as fresh as from a shell.
 
-    python tests/forked_commands.py < [[word, …], …]      in JSON; a line of JSON a command comes out
+    python tests/forked_commands.py < [[word, …], …]      JSON comes out
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Run
 from safetensors.torch import save_file
 
 import tensortap as tap
-from commands import Run
 from tensortap.demo import DemoModel
 from tensortap.targets import Target
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensortap.taps import instrument_write
-from tensortap.taps.instrument import Instrumented
+from tensortap.taps.instrument import write as writing
+from tensortap.taps.instrument.wrapper import Instrumented
 from tensortap.taps.leaves import flatten
 
 __all__ = ["Heard", "assert_taps", "heard", "hooks_on", "write"]
@@ -59,7 +59,7 @@ def assert_taps(wrapped: Instrumented, taps: Any, expected: Heard, exact: bool =
 
 def write(
     model: nn.Module, args: Any, kwargs: Any, path: Path, layers: Any = "blocks", **options: Any
-) -> instrument_write.Written:
+) -> writing.Written:
     """An instrumented model as a file, compiled on these inputs."""
-    source = instrument_write.ModuleSource(model, args, kwargs, layers)
-    return instrument_write.write(source, path, **options)
+    source = writing.ModuleSource(model, args, kwargs, layers)
+    return writing.write(source, path, **options)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import HeardCall, Options
-from tensortap.taps.programs.onnx_runtime import KIND, OnnxProgram
+from tensortap.taps.programs.onnx.kind import KIND, OnnxProgram
 
 STYLES = ("dynamo", "dynamo-plain", "torchscript")
 CLOSE = 1e-5

@@ -21,7 +21,7 @@ from programs.models import MODELS
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options, Program
-from tensortap.taps.programs.exported import KIND, open_exported
+from tensortap.taps.programs.exported.kind import KIND, open_exported
 
 # Layers of which some returned tensors are read by nobody, or whose order the graph does not keep.
 PARTLY = {"demo": 0, "llama": 0, "mamba": 0, "mixtral": 2, "bert": 0, "t5": 14, "resnet": 0}

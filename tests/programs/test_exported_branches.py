@@ -12,7 +12,7 @@ from torch import nn
 
 from programs.eager_calls import compare_calls, run_all, same
 from tensortap.taps.programs.base import Options
-from tensortap.taps.programs.exported import open_exported
+from tensortap.taps.programs.exported.kind import open_exported
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from torch import fx, nn
 from programs.eager_calls import run_all, same
 from tensortap.errors import SelectionError
 from tensortap.taps.programs.base import Options
-from tensortap.taps.programs.exported import ExportProgram, open_exported
+from tensortap.taps.programs.exported.kind import ExportProgram, open_exported
 
 pytest.importorskip("torchao")
 

@@ -13,8 +13,8 @@ from torch import nn
 from programs.eager_calls import eager_calls, same
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.programs.base import Options
-from tensortap.taps.programs.exported import open_exported
-from tensortap.taps.programs.exported_tapped import tapped_export, tapped_program
+from tensortap.taps.programs.exported.kind import open_exported
+from tensortap.taps.programs.exported.tapped import tapped_export, tapped_program
 
 
 class Block(nn.Module):

@@ -16,7 +16,7 @@ from programs.heard import assert_taps, heard, hooks_on
 from programs.models import MODELS
 from support import Block, Net
 from tensortap.errors import OptionError, SelectionError
-from tensortap.taps.instrument import instrument
+from tensortap.taps.instrument.wrapper import instrument
 from tensortap.taps.leaves import flatten
 
 NAMES = ["awkward", "resnet", "demo", "llama", "mixtral", "t5"]

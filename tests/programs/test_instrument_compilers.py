@@ -9,7 +9,7 @@ from torch import nn
 from programs.heard import Heard, assert_taps, heard, hooks_on
 from programs.models import MODELS
 from support import Net
-from tensortap.taps.instrument import instrument
+from tensortap.taps.instrument.wrapper import instrument
 from tensortap.taps.leaves import flatten
 
 

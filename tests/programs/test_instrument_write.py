@@ -15,12 +15,12 @@ from programs.heard import heard, write
 from programs.models import MODELS
 from support import Net
 from tensortap.errors import OptionError, TargetError
-from tensortap.taps.instrument import instrument
-from tensortap.taps.instrument_exported import ExportSource
-from tensortap.taps.instrument_flat import flatten_model
-from tensortap.taps.instrument_formats import format_of
-from tensortap.taps.instrument_write import check, files_of
-from tensortap.taps.instrument_write import write as write_source
+from tensortap.taps.instrument.exported import ExportSource
+from tensortap.taps.instrument.flat import flatten_model
+from tensortap.taps.instrument.formats import format_of
+from tensortap.taps.instrument.wrapper import instrument
+from tensortap.taps.instrument.write import check, files_of
+from tensortap.taps.instrument.write import write as write_source
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options
 from tensortap.taps.programs.kinds import open_program

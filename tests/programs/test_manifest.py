@@ -11,7 +11,7 @@ import pytest
 
 from schemas import validate
 from tensortap.errors import DamagedError, OptionError, TapError, TargetError
-from tensortap.taps.programs.manifest import (
+from tensortap.taps.programs.opaque.manifest import (
     Entry,
     Manifest,
     OutputLeaf,

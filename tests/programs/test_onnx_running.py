@@ -19,7 +19,7 @@ import tensortap as tap
 from programs.onnx_support import heard, opened, sure
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.programs.base import Program
-from tensortap.taps.programs.onnx_runtime import KIND
+from tensortap.taps.programs.onnx.kind import KIND
 
 KINDS = {
     "half": (TensorProto.FLOAT16, torch.float16),

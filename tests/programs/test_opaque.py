@@ -16,15 +16,15 @@ import tensortap as tap
 from programs.heard import write
 from support import Net
 from tensortap.errors import OptionError, TargetError
-from tensortap.taps.instrument import instrument
-from tensortap.taps.instrument_write import shares
+from tensortap.taps.instrument.wrapper import instrument
+from tensortap.taps.instrument.write import shares
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options, Program
 from tensortap.taps.programs.kinds import open_program
-from tensortap.taps.programs.manifest import Entry, Manifest, OutputLeaf
-from tensortap.taps.programs.opaque import KIND, OpaqueProgram, open_with_manifest
-from tensortap.taps.programs.opaque_output import rebuild
-from tensortap.taps.programs.split import SplitProgram
+from tensortap.taps.programs.opaque.manifest import Entry, Manifest, OutputLeaf
+from tensortap.taps.programs.opaque.output import rebuild
+from tensortap.taps.programs.opaque.program import KIND, OpaqueProgram, open_with_manifest
+from tensortap.taps.programs.opaque.split import SplitProgram
 
 
 class Box:

@@ -10,8 +10,8 @@ from torch import nn
 
 from tensortap.errors import TargetError
 from tensortap.taps.programs.kinds import open_program
-from tensortap.taps.programs.openvino import KIND
-from tensortap.taps.programs.openvino_names import Spot, best_name, parse, weight_name
+from tensortap.taps.programs.openvino.kind import KIND
+from tensortap.taps.programs.openvino.names import Spot, best_name, parse, weight_name
 
 openvino = pytest.importorskip("openvino")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tensortap.taps.programs.base import Options
-from tensortap.taps.programs.exported import ExportProgram, open_exported
+from tensortap.taps.programs.exported.kind import ExportProgram, open_exported
 from tensortap.taps.programs.scopes import Step, adopted, entering, leaving
 
 A, B, OUTER = ("a", 0), ("b", 0), ("outer", 0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from programs.models import MODELS, SCRIPTABLE
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import HeardCall
-from tensortap.taps.programs.torchscript_program import ScriptProgram
+from tensortap.taps.programs.torchscript.program import ScriptProgram
 
 Call = tuple[str, list[tuple[str, Tensor | None]]]
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import tensortap as tap
 from tensortap.errors import TargetError
 from tensortap.taps.programs.base import Kind, Options, Program
-from tensortap.taps.programs.torchscript import KIND
-from tensortap.taps.programs.torchscript_program import ScriptProgram
+from tensortap.taps.programs.torchscript.kind import KIND
+from tensortap.taps.programs.torchscript.program import ScriptProgram
 
 
 class Small(nn.Module):

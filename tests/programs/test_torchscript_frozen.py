@@ -14,7 +14,7 @@ from programs.models import MODELS
 from tensortap.errors import OptionError, SelectionError
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import Options, Program
-from tensortap.taps.programs.torchscript import KIND, is_frozen
+from tensortap.taps.programs.torchscript.kind import KIND, is_frozen
 from tensortap.taps.programs.weights import open_checkpoint
 
 

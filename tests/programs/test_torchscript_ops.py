@@ -10,8 +10,8 @@ import tensortap as tap
 from programs.models import MODELS
 from tensortap.errors import OptionError
 from tensortap.taps.programs.base import Kind, Options, Program
-from tensortap.taps.programs.torchscript import KIND as TORCHSCRIPT
-from tensortap.taps.programs.torchscript_ops import KIND
+from tensortap.taps.programs.torchscript.kind import KIND as TORCHSCRIPT
+from tensortap.taps.programs.torchscript.ops import KIND
 
 
 class Model(nn.Module):

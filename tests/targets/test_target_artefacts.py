@@ -81,7 +81,7 @@ def test_a_file_of_another_kind_says_so(folder: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_beside_a_model_is_found(folder: Path, tmp_path: Path) -> None:
     import tensortap as tap
-    from tensortap.taps.programs.manifest import manifest_path
+    from tensortap.taps.programs.opaque.manifest import manifest_path
 
     model = Model().eval()
     wrapped = tap.instrument(model, layers="all")

@@ -38,7 +38,7 @@ from .targeting import (
 )
 
 if TYPE_CHECKING:
-    from ..taps.instrument_write import Written
+    from ..taps.instrument.write import Written
 
 __all__ = ["instrument"]
 
@@ -92,9 +92,9 @@ def instrument(
     json: JsonOption = False,
 ) -> int:
     """Compile a model that returns its layers' outputs too. Exit 1: it does not return the same."""
-    from ..taps.instrument_formats import format_of
-    from ..taps.instrument_write import ModuleSource, Source, write
-    from ..taps.instrument_write import check as try_out
+    from ..taps.instrument.formats import format_of
+    from ..taps.instrument.write import ModuleSource, Source, write
+    from ..taps.instrument.write import check as try_out
 
     if split < 1:
         raise OptionError(f"--split is {split}, expected a whole number from 1.")
@@ -102,7 +102,7 @@ def instrument(
     chosen = layers or "blocks"
     source: Source
     if target.lower().endswith((".pt2", ".ep")):
-        from ..taps.instrument_exported import ExportSource
+        from ..taps.instrument.exported import ExportSource
 
         with redirect_stdout(sys.stderr):
             source = ExportSource(Path(target), chosen)

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import OptionError, TargetError
 from ..taps.programs.base import Options, Program
 from ..taps.programs.kinds import kind_of, open_program
-from ..taps.programs.manifest import is_manifest, manifest_beside
+from ..taps.programs.opaque.manifest import is_manifest, manifest_beside
 from .fitting import Takes, fit
 from .inputs_from import SUFFIXES as INPUT_SUFFIXES
 from .inputs_from import near_files, read_inputs

@@ -21,12 +21,12 @@ from torch import fx
 
 from ...errors import OptionError, TargetError
 from .base import Argument, Options, Place, Run, Runner
-from .exported import KIND as EXPORT
-from .exported import ExportProgram, open_exported
-from .exported_files import aoti_damage, holds_aoti
-from .exported_listen import Listening
-from .exported_tapped import example_of, exported_again
-from .opaque import OpaqueProgram
+from .exported.files import aoti_damage, holds_aoti
+from .exported.kind import KIND as EXPORT
+from .exported.kind import ExportProgram, open_exported
+from .exported.listen import Listening
+from .exported.tapped import example_of, exported_again
+from .opaque.program import OpaqueProgram
 
 __all__ = ["KIND", "AotiProgram"]
 

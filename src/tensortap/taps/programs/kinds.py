@@ -15,14 +15,14 @@ __all__ = ["is_model_file", "kind_of", "kinds", "open_program"]
 
 # In the order in which they are asked.
 _HOMES = (
-    ("torchscript", "KIND"),
-    ("exported", "KIND"),
+    ("torchscript.kind", "KIND"),
+    ("exported.kind", "KIND"),
     ("aoti", "KIND"),
-    ("onnx_runtime", "KIND"),
-    ("openvino", "KIND"),
-    ("torchscript_ops", "KIND"),
+    ("onnx.kind", "KIND"),
+    ("openvino.kind", "KIND"),
+    ("torchscript.ops", "KIND"),
 )
-_OPAQUE = ("opaque", "KIND")
+_OPAQUE = ("opaque.program", "KIND")
 
 
 def kinds() -> list[Kind]:
@@ -69,7 +69,7 @@ def _open_file(path: Path, options: Options) -> Program:
         near = _near(path)
         raise TargetError(f"The model file '{path}' {what}.{near}")
     if options.manifest is not None or path.name.endswith(".taps.json"):
-        from .opaque import open_with_manifest
+        from .opaque.program import open_with_manifest
 
         return open_with_manifest(path, options.manifest, options)
     if options.runtime:

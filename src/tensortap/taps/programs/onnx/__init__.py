@@ -1,0 +1,1 @@
+"""ONNX models on ONNX Runtime: values become outputs, names come from scopes."""

@@ -1,0 +1,1 @@
+"""OpenVINO IR: values become outputs, names come from friendly names."""

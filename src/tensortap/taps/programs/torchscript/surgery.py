@@ -1,0 +1,253 @@
+"""Taps in the graph of a TorchScript model: its methods put into one graph, with copies taken.
+
+A method's graph calls the methods of submodules; the chain of attributes from `self` to the one
+that is called is the layer's name. Each such call is replaced by a copy of the callee's graph in
+which the same was done before, so a layer is tapped in its own graph: copies of what came in at its
+start, of what it returns at its end. All of them are appended to one list, each behind the number
+of its site, which is how they come out of branches and loops, and in the order of the run.
+
+The module itself stays the first argument of the graph, so weights and buffers are its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .copies import append, copy_of, holds_tensors, list_of_any
+from .graphs import (
+    ALIASES,
+    CASTS,
+    Linear,
+    Owner,
+    by_age,
+    elements,
+    is_hooked,
+    is_traced,
+    linear,
+    links,
+    nodes_of,
+    only_passes,
+    product,
+)
+from .tree import Node, Tree
+
+__all__ = ["UNUSED", "Passage", "Site", "Surgeon"]
+
+_FORWARD = re.compile(r"forward\d*")
+IDENTITY = "it passes its input on and makes no value of its own"
+UNUSED = "nothing reads what it returns, so the compiler dropped it"
+HOOKED = "a hook that was compiled into the model changes what it returns"
+FORKED = "it runs in a task of its own (torch.jit.fork), where taps cannot follow"
+
+
+@dataclass(frozen=True)
+class Passage:
+    """What a traced call returned: for each value, the flags that say whether it is an input.
+
+    A value is one that was given if all its flags are true; it has none if it was made inside.
+    `order` are the values by the time at which they were made, the last first. `pure`: the layer
+    does nothing else, so that handing on its input is what it is for.
+    """
+
+    flags: tuple[tuple[int, ...] | None, ...]
+    order: tuple[int, ...]
+    pure: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place in the graph that appends to the list of taps."""
+
+    node: Node
+    what: Literal["enter", "operand", "exit"]
+    passage: Passage | None = None  # None: the values are in the layer's own structure
+
+
+@dataclass
+class Surgeon:
+    """Makes the graph of a model with taps, and learns what the model has on the way.
+
+    `layers`, `inputs_of` and `linears` are names; None for layers means every one.
+    """
+
+    tree: Tree
+    layers: Collection[str] | None
+    inputs: bool = False
+    linears: Collection[str] = ()
+    sites: list[Site] = field(default_factory=list)
+    finished: list[Node] = field(default_factory=list)  # calls in the order in which they end
+    lost: dict[str, str] = field(default_factory=dict)  # layers that return nothing to copy
+    traced: dict[str, bool] = field(default_factory=dict)  # paths that have calls
+    found: dict[str, Linear | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def graph(self) -> Any:
+        """The graph of the model's forward; its outputs are the model's own and the list."""
+        made = self._method(self.tree.root, "forward", {}, None)
+        taps = list(made.inputs())[-1]
+        start = made.create("prim::ListConstruct", [], 1)
+        made.prependNode(start)
+        start.output().setType(list_of_any())
+        taps.replaceAllUsesWith(start.output())
+        made.eraseInput(len(list(made.inputs())) - 1)
+        made.registerOutput(start.output())
+        made.makeMultiOutputIntoTuple()
+        return made
+
+    def _wants(self, node: Node) -> bool:
+        names = self.layers
+        return any(names is None or n.name in names or n.name in self.linears for n in node.walk())
+
+    def _method(
+        self, node: Node, method: str, given: dict[int, tuple[str, str]], layer: Node | None
+    ) -> Any:
+        """A method's graph with everything in it inlined and tapped; the list is its last input.
+
+        `given` are the inputs that are weights: whose, and which.
+        """
+        graph = node.cpp._get_method(method).graph.copy()
+        inputs = list(graph.inputs())
+        traced = is_traced(graph)
+        taps = graph.addInput("taps")
+        taps.setType(list_of_any())
+        weights = {inputs[index].unique(): weight for index, weight in given.items()}
+        owner = Owner(node, inputs[0].unique(), weights)
+        for call in list(nodes_of(graph)):
+            if call.kind() == "prim::CallMethod":
+                self._inline(graph, call, owner, taps)
+            elif call.kind() == "prim::fork":
+                self._leave_out(call, owner)
+        if layer is not None:
+            self._learn(graph, owner, layer)
+            self._tap(graph, inputs, owner, layer, taps, traced)
+        return graph
+
+    def _inline(self, graph: Any, call: Any, owner: Owner, taps: Any) -> None:
+        arguments = list(call.inputs())
+        target = owner.module(arguments[0])
+        method = str(call.s("name"))
+        if target is None:
+            self._note(
+                f"A call of '{method}' in '{owner.node.path or 'the model'}' is of a module that "
+                "is chosen while the model runs: the layers in it cannot be told."
+            )
+            return
+        if not self._wants(target) or not target.has_method(method):
+            return
+        layer = target if _FORWARD.fullmatch(method) else None
+        if layer is not None and is_hooked(call):
+            self.lost[layer.name] = HOOKED
+            self.finished.append(layer)
+            layer = None
+        given = {
+            index: weight
+            for index, value in enumerate(arguments)
+            if (weight := owner.weight(value)) is not None
+        }
+        callee = self._method(target, method, given, layer)
+        with graph.insert_point_guard(call):
+            if arguments[0].type().kind() == "InterfaceType":
+                cast = graph.create("prim::unchecked_cast", [arguments[0]], 1)
+                graph.insertNode(cast)
+                cast.output().setType(target.cpp._type())
+                arguments[0] = cast.output()
+            results = list(graph.insertGraph(callee, [*arguments, taps]))
+        for old, new in zip(list(call.outputs()), results, strict=True):
+            old.replaceAllUsesWith(new)
+        call.destroy()
+
+    def _leave_out(self, fork: Any, owner: Owner) -> None:
+        """What runs beside the model may append at any time: its order would not be known."""
+        for value in fork.inputs():
+            module = owner.module(value) if value.type().kind() == "ClassType" else None
+            for node in () if module is None else module.walk():
+                self.lost.setdefault(node.name, FORKED)
+
+    def _learn(self, graph: Any, owner: Owner, layer: Node) -> None:
+        found = linear(graph, owner)
+        known = self.found.setdefault(layer.name, found)
+        if known != found:
+            self.found[layer.name] = None
+
+    def _tap(
+        self, graph: Any, inputs: list[Any], owner: Owner, layer: Node, taps: Any, traced: bool
+    ) -> None:
+        self.finished.append(layer)
+        self.traced[layer.path] = traced
+        wanted = self.layers is None or layer.name in self.layers
+        operand = layer.name in self.linears
+        if not wanted and not operand:
+            return
+        end = graph.return_node()
+        first = next(iter(graph.nodes()), end)
+        if wanted and self.inputs:
+            values = [
+                value
+                for value in inputs[1:]
+                if value.unique() not in owner.weights and holds_tensors(value.type())
+            ]
+            with graph.insert_point_guard(first):
+                copies = [copy_of(graph, value) for value in values]
+                kept = [copy for copy in copies if copy is not None]
+                append(graph, taps, self._site(Site(layer, "enter")), kept)
+        if operand:
+            node = product(graph, owner)
+            if node is not None:
+                with graph.insert_point_guard(node):
+                    copy = copy_of(graph, node.inputsAt(0))
+                    append(graph, taps, self._site(Site(layer, "operand")), [copy])
+        with graph.insert_point_guard(end):
+            self._tap_results(graph, inputs, layer, taps, traced)
+
+    def _tap_results(
+        self, graph: Any, inputs: list[Any], layer: Node, taps: Any, traced: bool
+    ) -> None:
+        results = list(graph.outputs())
+        if traced and (not results or results[0].type().kind() == "NoneType"):
+            self.lost[layer.name] = IDENTITY if layer.type == "Identity" else UNUSED
+            return
+        if not traced:
+            copy = copy_of(graph, results[0])
+            if copy is None:
+                kind = results[0].type().annotation_str
+                self.lost[layer.name] = f"it returns a {kind}, which cannot be copied"
+            else:
+                append(graph, taps, self._site(Site(layer, "exit")), [copy])
+            return
+        values = elements(results[0])
+        order = by_age(graph, values)
+        known = {value.unique() for value in inputs}
+        flags: list[Any] = []
+        numbers: list[tuple[int, ...] | None] = []
+        casts = True
+        for value in values:
+            chain = links(value, known)
+            if chain is None:
+                numbers.append(None)
+                continue
+            casts = casts and all(kind in CASTS for kind, _, _ in chain)
+            mine = []
+            for kind, out, source in chain:
+                if kind not in ALIASES:
+                    node = graph.create("aten::__is__", [out, source], 1)
+                    graph.insertNode(node)
+                    node.output().setType(torch._C.BoolType.get())
+                    mine.append(len(values) + len(flags))
+                    flags.append(node.output())
+            numbers.append(tuple(mine))
+        passage = Passage(tuple(numbers), order, not casts and only_passes(graph))
+        copies = [copy_of(graph, value) for value in values]
+        append(graph, taps, self._site(Site(layer, "exit", passage)), [*copies, *flags])
+
+    def _site(self, site: Site) -> int:
+        self.sites.append(site)
+        return len(self.sites) - 1
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
