@@ -45,7 +45,7 @@ bench-monitor: $(STAMP)
 
 # Every model with every runtime: the table in docs/compiled.md.
 matrix: $(STAMP)
-	$(BIN)/python tools/matrix.py
+	$(BIN)/python tools/matrix.py --jobs 2 --page docs/compiled.md
 
 # Remakes the pictures and the command reference under docs/.
 pictures: $(STAMP)
