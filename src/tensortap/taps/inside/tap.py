@@ -32,6 +32,7 @@ from ..programs.opaque.program import KIND as OPAQUE
 from ..programs.selfcheck import SelfCheck
 from ..programs.skeleton import skeleton
 from ..programs.tap import ProgramTap, joined
+from ..programs.using import check_used, only_used
 from ..sink import Held, Sink, Slot
 from ..unseen import unseen
 from .parts import Part, find_parts
@@ -60,7 +61,7 @@ class InsideTap:
         self.ports = ports
         self.notes: list[str] = []
         self._parts = list(parts)
-        programs = [self._open(part, options or Options()) for part in parts]
+        programs = self._open_all(options or Options())
         places, weights = self._places(programs)
         tree = skeleton(places, weights)
         self.structure: Structure = structure(tree)
@@ -90,6 +91,15 @@ class InsideTap:
 
     # Choosing.
 
+    def _open_all(self, options: Options) -> list[Program]:
+        kinds = [kind_of(part.model) for part in self._parts]
+        uses = [frozenset[str]() if kind is None else kind.uses for kind in kinds]
+        check_used(options, frozenset().union(*uses), "any of the compiled parts of this object")
+        return [
+            self._open(part, only_used(options, used))
+            for part, used in zip(self._parts, uses, strict=True)
+        ]
+
     def _open(self, part: Part, options: Options) -> Program:
         try:
             return open_program(part.model, options)
@@ -97,7 +107,7 @@ class InsideTap:
             self.notes.append(f"Of '{part.name}' the outputs alone are recorded. {error}")
             outputs = getattr(kind_of(part.model), "outputs", None)
             if outputs is None:
-                return OPAQUE.program(part.model, options)
+                return OPAQUE.program(part.model, only_used(options, ()))
             found: Program = outputs(part.model)
             return found
 

@@ -27,12 +27,15 @@ from .exported.kind import ExportProgram, open_exported
 from .exported.listen import Listening
 from .exported.tapped import example_of, exported_again
 from .opaque.program import OpaqueProgram
+from .using import check_used
 
 __all__ = ["KIND", "AotiProgram"]
 
 _BRANCH = (
     "it runs in a branch of torch.cond, and what a branch makes cannot leave code that is compiled"
 )
+
+_PACKAGE = "a package of AOTInductor, which holds no layers to name"
 
 
 class AotiProgram:
@@ -130,6 +133,7 @@ class AotiProgram:
 class _Kind:
     name = "aoti"
     suffixes: tuple[str, ...] = (".pt2",)
+    uses = frozenset({"names_from"})  # of an exported program; a package has no use for any
 
     def accepts(self, model: object) -> bool:
         return type(model).__name__ == "AOTICompiledModel" or EXPORT.accepts(model)
@@ -139,8 +143,10 @@ class _Kind:
 
     def program(self, model: Any, options: Options) -> AotiProgram | OpaqueProgram:
         if isinstance(model, str | Path) and holds_aoti(Path(model)):
+            check_used(options, (), _PACKAGE)
             return _package(Path(model))
         if type(model).__name__ == "AOTICompiledModel":
+            check_used(options, (), _PACKAGE)
             return _opaque(model, "The package", {"class": "torch.AOTICompiledModel"})
         return AotiProgram(open_exported(model, options))
 

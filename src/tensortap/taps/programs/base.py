@@ -141,6 +141,7 @@ class Kind(Protocol):
 
     name: str  # what `--runtime` takes
     suffixes: tuple[str, ...]
+    uses: frozenset[str]  # of weights, names_from and custom_ops, those that mean something to it
 
     def accepts(self, model: object) -> bool:
         """Whether a live object is one of these; must not import the runtime."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import OptionError, TargetError
 from .base import Kind, Options, Program
+from .using import check_used
 
 __all__ = ["is_model_file", "kind_of", "kinds", "open_program"]
 
@@ -60,6 +61,11 @@ def open_program(model: Any, options: Options | None = None) -> Program:
             f"A {type(model).__module__}.{type(model).__qualname__} is no model for the runtime "
             f"'{kind.name}'. Leave --runtime out, or name another: {_names()}."
         )
+    return _opened(kind, model, options)
+
+
+def _opened(kind: Kind, model: Any, options: Options) -> Program:
+    check_used(options, kind.uses, f"a model of the runtime '{kind.name}'")
     return kind.program(model, options)
 
 
@@ -73,7 +79,7 @@ def _open_file(path: Path, options: Options) -> Program:
 
         return open_with_manifest(path, options.manifest, options)
     if options.runtime:
-        return _forced(options).program(path, options)
+        return _opened(_forced(options), path, options)
     fitting = [
         kind
         for kind in kinds()
@@ -86,7 +92,7 @@ def _open_file(path: Path, options: Options) -> Program:
         )
     for kind in fitting:
         if kind.recognises(path):
-            return kind.program(path, options)
+            return _opened(kind, path, options)
     return fitting[0].program(path, options)  # it says what is wrong with the file
 
 

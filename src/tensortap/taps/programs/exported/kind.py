@@ -219,6 +219,7 @@ def open_exported(model: Any, options: Options) -> ExportProgram:
 class _Kind:
     name = "export"
     suffixes: tuple[str, ...] = (".pt2", ".ep")
+    uses = frozenset({"names_from"})
 
     def accepts(self, model: object) -> bool:
         if isinstance(model, torch.export.ExportedProgram):

@@ -326,6 +326,7 @@ def _places(layers: Layers, provenance: Provenance) -> list[Place]:
 class _OnnxKind:
     name = "onnx"
     suffixes = (".onnx",)
+    uses = frozenset({"weights", "names_from", "custom_ops"})
 
     def accepts(self, model: object) -> bool:
         return any(

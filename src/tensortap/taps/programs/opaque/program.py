@@ -18,6 +18,7 @@ from torch import nn
 from ....errors import OptionError, TargetError
 from ...describe import describe_module
 from ..base import Argument, Options, Place, Program, Run, Runner
+from ..using import check_used
 from .manifest import Manifest, Part, digest, is_manifest
 from .output import as_tensors, divide, heard
 
@@ -29,6 +30,8 @@ _NO_TWIN = (
     "Whether its taps change the model's own output was not checked: the manifest names no "
     "artefact without taps."
 )
+
+_NAMED = "an instrumented model, whose manifest has the names"
 
 
 class OpaqueProgram:
@@ -119,6 +122,7 @@ def open_with_manifest(path: Path, manifest: Path | None, options: Options) -> P
         if not is_manifest(path):
             raise OptionError(f"'{path}' needs the manifest that was written with it.")
         manifest = path
+    check_used(options, {"custom_ops"}, _NAMED)
     loaded = Manifest.load(manifest)
     plainly = replace(options, manifest=None)
     parts = loaded.parts
@@ -193,6 +197,7 @@ class _Kind:
 
     name = "opaque"
     suffixes: tuple[str, ...] = ()
+    uses = frozenset({"weights", "names_from", "custom_ops"})  # `program` itself looks further
 
     def accepts(self, model: object) -> bool:
         return callable(model) or _runtime_of(model) is not None
@@ -216,7 +221,10 @@ class _Kind:
             )
         where = f"This {type(model).__qualname__}"
         runtime = _runtime_of(model)
-        if runtime is not None:
+        if runtime is None:
+            check_used(options, (), "what can only be called")
+        else:
+            check_used(options, runtime.uses & {"custom_ops"}, _NAMED)
             inner: Program = runtime.program(model, replace(options, manifest=None))
             return OpaqueProgram(
                 inner.plain,

@@ -148,6 +148,7 @@ def _names(all_names: Any, word: str) -> list[str]:
 class _Kind:
     name = "openvino"
     suffixes = (".xml",)
+    uses = frozenset({"names_from"})
 
     def accepts(self, model: object) -> bool:
         known = sys.modules.get("openvino")

@@ -25,6 +25,7 @@ class TorchScriptKind:
 
     name = "torchscript"
     suffixes = SUFFIXES
+    uses = frozenset({"weights"})
 
     def accepts(self, model: object) -> bool:
         return isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
@@ -34,20 +35,31 @@ class TorchScriptKind:
 
     def program(self, model: Any, options: Options) -> Program:
         module, file = opened(model)
-        if isinstance(module, torch.jit.ScriptFunction):
-            from .ops import function_program
-
-            return function_program(module, file)
-        if is_frozen(module):
+        if isinstance(module, torch.jit.ScriptModule) and is_frozen(module):
             from .frozen import frozen_program
 
             return frozen_program(module, file, options)
-        from .program import ScriptProgram
-
-        return ScriptProgram(module, file)
+        program = _named(module, file)
+        if options.weights is not None:
+            program.notes.append(
+                f"The checkpoint '{options.weights}' was not needed: this TorchScript model is not "
+                "frozen, and has the names of its layers."
+            )
+        return program
 
 
 KIND = TorchScriptKind()
+
+
+def _named(module: Any, file: str | None) -> Program:
+    """A model that still knows its layers, or a function, which has none."""
+    if isinstance(module, torch.jit.ScriptFunction):
+        from .ops import function_program
+
+        return function_program(module, file)
+    from .program import ScriptProgram
+
+    return ScriptProgram(module, file)
 
 
 def opened(model: Any) -> tuple[Any, str | None]:

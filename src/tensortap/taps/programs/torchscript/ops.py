@@ -33,6 +33,7 @@ class OpsKind:
 
     name = "ops"
     suffixes: tuple[str, ...] = ()
+    uses: frozenset[str] = frozenset()
 
     def accepts(self, model: object) -> bool:
         return isinstance(model, torch.jit.ScriptModule | torch.jit.ScriptFunction)
