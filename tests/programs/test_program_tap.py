@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,9 @@ class Pair:
     changed: bool = False  # the taps change what the model computes
     random: bool = False
     writes: bool = False  # the model writes into its input
+    drifts: bool = False  # the output depends on how often it ran
+    noisy: bool = False  # no two runs are the same
+    stateful: str | None = None
     runtime: str = "handmade"
     absent: str = "It was folded."
     notes: list[str] = field(default_factory=list)
@@ -34,6 +38,7 @@ class Pair:
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
         self.steps = torch.zeros(1)
+        self.noise = itertools.count() if self.noisy else itertools.repeat(0)
 
     @property
     def places(self) -> Sequence[Place]:
@@ -70,6 +75,9 @@ class Pair:
         with torch.no_grad():
             middle = self.first(x)
             output = self.second(middle) + (torch.rand(1) if self.random else 0)
+            if self.drifts:
+                output = output + self.steps
+            output = output + next(self.noise)
             if self.writes:
                 x += 1
         return output, middle, given
@@ -195,6 +203,29 @@ def test_random_numbers_are_the_same_with_and_without_taps(tmp_path: Path) -> No
     run = _record(Pair(random=True), tmp_path / "run", layers=["first", ""])
     output = next(c for c in run.manifest.self_checks if c["check"] == "output")
     assert (output["passed"], output["largest"]) == (True, 0.0)
+
+
+def test_a_difference_in_a_model_with_state_is_no_chance(tmp_path: Path) -> None:
+    run = _record(Pair(drifts=True, changed=True), tmp_path / "run")
+    assert [c["passed"] for c in run.manifest.self_checks if c["check"] == "output"] == [False]
+    program = Pair(drifts=True)
+    sound = _record(program, tmp_path / "sound")
+    assert [c["passed"] for c in sound.manifest.self_checks if c["check"] == "output"] == [True]
+    assert program.steps.item() == 1.0
+
+
+def test_what_is_not_repeatable_is_neither_passed_nor_failed(tmp_path: Path) -> None:
+    run = _record(Pair(noisy=True), tmp_path / "run", layers=["first", ""])
+    assert not [c for c in run.manifest.self_checks if c["check"] == "output"]
+    assert any("not repeatable" in note for note in run.notes)
+
+
+def test_a_state_that_cannot_be_put_back_is_left_alone(tmp_path: Path) -> None:
+    program = Pair(stateful="it keeps a cache")
+    run = _record(program, tmp_path / "run")
+    assert program.runs == ["tapped ['first', 'second']"]
+    assert [c["check"] for c in run.manifest.self_checks] == ["linear", "linear"]
+    assert any("(it keeps a cache)" in note for note in run.notes)
 
 
 def test_what_is_neither_model_nor_callable_is_an_error(tmp_path: Path) -> None:

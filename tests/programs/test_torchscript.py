@@ -396,7 +396,6 @@ def test_a_batch_norm_in_train_mode_moves_the_models_own_buffers() -> None:
     buffers = dict(script.named_buffers())
     assert int(buffers["1.num_batches_tracked"]) == 1
     assert same(buffers["1.running_mean"], model[1].running_mean)
-    assert len(list(program.buffers())) == 3
 
 
 def test_gradients_still_flow_through_a_tapped_run() -> None:

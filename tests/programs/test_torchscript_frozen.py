@@ -257,6 +257,23 @@ def test_a_scaled_embedding_is_a_guess(tmp_path: Path) -> None:
     assert places["0"] == "inferred" and places["1"] == "weight"
 
 
+@pytest.mark.parametrize("with_names", [True, False])
+def test_a_branch_with_nothing_in_it(with_names: bool, tmp_path: Path) -> None:
+    """A scripted BatchNorm checks its input in an `if` that has no `else`."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).eval()
+    nn.init.uniform_(model[1].weight)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    frozen = torch.jit.freeze(torch.jit.script(model), optimize_numerics=False)
+    options = {"weights": tmp_path / "weights.pt"} if with_names else {}
+    x = torch.randn(3, 4)
+    with tap.record(frozen, tmp_path / "run", layers="all", **options) as recorder:
+        output = recorder.run(x)
+    run = tap.open(tmp_path / "run")
+    assert torch.equal(run[""].output, output)
+    name = "0" if with_names else next(n for n in run.layers if n.endswith(".linear"))
+    assert torch.equal(run[name].output, model[0](x))
+
+
 def test_without_a_checkpoint_it_is_op_by_op(llama: tuple[Any, ...], tmp_path: Path) -> None:
     expected, args, kwargs, folder = llama
     program = KIND.program(folder / "frozen.pt", Options())

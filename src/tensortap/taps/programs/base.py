@@ -89,7 +89,18 @@ class Runner(Protocol):
 
 @runtime_checkable
 class Program(Protocol):
-    """A compiled model."""
+    """A compiled model.
+
+    The self-check runs it once more without taps. For that a program may also offer:
+
+    | attribute | says |
+    |---|---|
+    | `exact` | whether taps leave every bit as it was; true where it is not said |
+    | `untapped` | whether it can run without taps; true where it is not said |
+    | `buffers()` | the tensors that a run may write into |
+    | `keep()` | keeps what else a run changes, and returns what puts it back |
+    | `stateful` | why a run changes what cannot be put back, so that there must be none; or None |
+    """
 
     runtime: str
     places: Sequence[Place]  # every layer, each once, in the order in which first calls finish

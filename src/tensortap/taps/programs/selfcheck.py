@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..leaves import flatten
+from .base import Leaves
 
-__all__ = ["SelfCheck", "check_linear", "check_output"]
+__all__ = ["SelfCheck", "check_leaves", "check_linear", "check_output"]
 
 _CLOSE = 1e-5  # of the largest value, where a compiler may fuse otherwise with taps
 _MOST = 1 << 31  # multiplications in float64 that a check of one layer may cost
@@ -38,8 +39,13 @@ class SelfCheck:
 
 def check_output(plain: Any, tapped: Any, *, exact: bool, layer: str = "") -> SelfCheck:
     """The model's own output with taps against that without."""
-    ours = dict(flatten(plain))
-    theirs = dict(flatten(tapped))
+    return check_leaves(flatten(plain), flatten(tapped), exact=exact, layer=layer)
+
+
+def check_leaves(plain: Leaves, tapped: Leaves, *, exact: bool, layer: str = "") -> SelfCheck:
+    """The same, of outputs that were taken apart already."""
+    ours = dict(plain)
+    theirs = dict(tapped)
     if list(ours) != list(theirs):
         text = (
             f"With taps the model returns {_names(theirs)}, without them {_names(ours)}: what was "

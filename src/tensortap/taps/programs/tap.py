@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +24,23 @@ from ..leaves import flatten, holds_tensor
 from ..sink import Held, Sink, Slot
 from ..unseen import unseen
 from .base import HeardCall, Leaves, Options, Place, Program, Run, Runner
-from .selfcheck import SelfCheck, check_linear, check_output
+from .selfcheck import SelfCheck, check_leaves, check_linear
 from .skeleton import skeleton
+from .state import State
 
 __all__ = ["REFUSED", "ProgramTap", "joined"]
 
 REFUSED = "its name would be a guess; --accept-inferred records it"
 _LINEARS = 1 << 28  # weights of all linears together, up to which all are checked
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """A run without taps: its output, the state that it began with, its inputs once more."""
+
+    output: Leaves
+    before: State
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class ProgramTap:
@@ -92,18 +102,29 @@ class ProgramTap:
 
     def _select(self, places: list[Place], layers: Any, default: bool) -> Collection[str]:
         tree = skeleton(places, getattr(self.program, "weights", None))
-        if len(places) == 1 and default:
-            self.notes.append(
-                f"This {self.program.runtime} model gives away its outputs alone: they are "
-                "recorded as the root ''. To see inside, instrument it before it is compiled "
-                "(docs/compiled.md)."
-            )
-            return {""}
+        if len(places) == 1:
+            return self._select_root(tree, layers, default)
         if default and (tapped := getattr(self.program, "preferred", None)):
             return set(tapped)  # an instrumented model: its taps were chosen when it was compiled
         selection = select(tree, layers, default_fallback=default)
         self.notes += selection.notes
         return set(selection.names)
+
+    def _select_root(self, tree: Any, layers: Any, default: bool) -> Collection[str]:
+        """There is nothing but the model itself: whoever asks for more is told what to do."""
+        known: str | None = getattr(self.program, "nameless", None)
+        told = known or (
+            f"This {self.program.runtime} model gives away its outputs alone: they are recorded as "
+            "the root ''. To see inside, instrument it before it is compiled (docs/compiled.md)."
+        )
+        self._note(told)
+        if default:
+            return {""}
+        try:
+            return set(select(tree, layers).names)
+        except SelectionError as error:
+            wanted = layers if isinstance(layers, str) else ", ".join(layers)
+            raise SelectionError(f"'{wanted}' selects nothing. {told}") from error
 
     def _structure(self, places: list[Place]) -> Structure:
         found = structure(skeleton(places, getattr(self.program, "weights", None)))
@@ -234,42 +255,67 @@ class ProgramTap:
     def _checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: Leaves) -> Any:
         """Run with taps and without, on the same inputs, state and random numbers."""
         known = self._linears()
-        twin = bool(getattr(self.program, "untapped", True))  # whether there is one without taps
-        again = _copied((args, dict(kwargs))) if twin else None
-        before = _State(self.program)
-        plain: Any = None
-        if again is not None:
-            plain = self.program.plain(again[0], again[1])
-            before.put_back()
+        twin = self._twin(args, kwargs)
         run = self._tapped(list(known))(args, kwargs)
         self._pour(run, given)
-        checks = [self._check_output(plain, run.output, args, kwargs)] if again else []
+        check = None if twin is None else self._check_output(twin, run.output)
+        checks = [] if check is None else [check]
         checks += self._check_linears(run, known)
-        if again is None and twin:
-            self._note("The self-check was left out: the inputs cannot be copied.")
         failed = [check for check in checks if not check.passed]
         self._checks += checks
         for check in failed[:3]:
             self._note(f"Self-check failed: {check.text}")
         return run.output
 
-    def _check_output(
-        self, plain: Any, tapped: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> SelfCheck:
+    def _twin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Twin | None:
+        """A run without taps, where there can be one that nothing tells of afterwards."""
+        if not getattr(self.program, "untapped", True):
+            return None
+        where = f" of '{self.prefix}'" if self.prefix else ""
+        reason = getattr(self.program, "stateful", None)
+        if reason is not None:
+            self._note(
+                f"Whether taps change the output{where} was not checked: a run more would change "
+                f"the model's state ({reason})."
+            )
+            return None
+        again, later = _copied((args, dict(kwargs))), _copied((args, dict(kwargs)))
+        if again is None or later is None:
+            self._note(
+                f"Whether taps change the output{where} was not checked: the inputs cannot be "
+                "copied for a run without taps."
+            )
+            return None
+        before = State(self.program)
+        try:
+            output = _leaves(self.program.plain(*again))
+        finally:
+            before.put_back()
+        return _Twin(output, before, later)
+
+    def _check_output(self, twin: _Twin, tapped: Any) -> SelfCheck | None:
+        """Taps against none; None where even two runs without taps are not the same.
+
+        Both begin with the state that the tapped run began with. A difference that another state
+        makes is no chance.
+        """
         exact = bool(getattr(self.program, "exact", True))
-        found = check_output(plain, tapped, exact=exact, layer=self.prefix)
+        found = check_leaves(twin.output, flatten(tapped), exact=exact, layer=self.prefix)
         if found.passed:
             return found
-        again = _copied((args, dict(kwargs)))
-        if again is not None:
-            state = _State(self.program)
-            twice = self.program.plain(again[0], again[1])
-            state.put_back()
-            if not check_output(plain, twice, exact=exact).passed:
-                text = "The model gives another output each time: taps cannot be told from chance."
-                self._note(text)
-                return replace(found, passed=True, text=text)
-        return found
+        after = State(self.program)
+        twin.before.put_back()
+        try:
+            again = _leaves(self.program.plain(*twin.inputs))
+        finally:
+            after.put_back()
+        if check_leaves(twin.output, again, exact=exact).passed:
+            return found
+        self._note(
+            "The model is not repeatable: two runs without taps, on the same inputs, state and "
+            "random numbers, differ. So whether taps change its output could not be checked."
+        )
+        return None
 
     def _linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         """The linear layers to check: all, or of a large model those that were selected."""
@@ -332,30 +378,6 @@ class ProgramTap:
         sink.emit(call, held)
 
 
-class _State:
-    """Random numbers and buffers as they are now, to be put back behind a run that is not ours."""
-
-    def __init__(self, program: Program) -> None:
-        buffers = getattr(program, "buffers", None)
-        self._kept = [] if buffers is None else [(b, b.detach().clone()) for b in buffers()]
-        self._random = torch.get_rng_state()
-        started: Any = torch.cuda.is_initialized  # untyped in torch
-        self._on_gpus = torch.cuda.get_rng_state_all() if started() else []
-
-    def put_back(self) -> None:
-        torch.set_rng_state(self._random)
-        if self._on_gpus:
-            torch.cuda.set_rng_state_all(self._on_gpus)
-        with torch.no_grad():
-            for buffer, kept in self._kept:
-                if not _same(buffer, kept):
-                    buffer.copy_(kept)
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return left.shape == right.shape and bool(((left == right) | (left != left)).all())
-
-
 def joined(prefix: str, name: str) -> str:
     """A layer's name behind that of the part it is in."""
     return f"{prefix}.{name}" if prefix and name else prefix or name
@@ -377,6 +399,11 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # whatever a user hands to a model may refuse to be copied
         return None
+
+
+def _leaves(output: Any) -> Leaves:
+    """Copies: an output may be a part of the state, which is put back."""
+    return [(leaf, None if t is None else t.detach().clone()) for leaf, t in flatten(output)]
 
 
 def _raise(error: Exception) -> None:

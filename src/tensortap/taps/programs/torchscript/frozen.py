@@ -20,6 +20,8 @@ from .containers import containers
 from .graphs import nodes_of
 from .nodes import GraphProgram, NodeTap
 from .ops import linears_of, ops_program
+from .state import state_of
+from .tree import Tree
 
 __all__ = ["frozen_program", "matched"]
 
@@ -86,6 +88,7 @@ def frozen_program(module: Any, file: str | None, options: Options) -> GraphProg
         notes=_notes(taps, len(constants), len(values)),
         linears=linears_of(found, tensors),
         weights=tensors,
+        state=state_of(Tree(module._c)),
         file=file,
     )
 

@@ -19,6 +19,7 @@ from .arguments import arguments_of, bound
 from .copies import append, copy_of, holds_tensors, list_of_any
 from .graphs import nodes_of
 from .program import described, detached, function_of, the_call
+from .state import STATELESS, State
 
 __all__ = ["GraphProgram", "NodeTap"]
 
@@ -63,7 +64,7 @@ class GraphProgram:
         notes: Sequence[str] = (),
         linears: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]] | None = None,
         weights: Mapping[str, torch.Tensor] | None = None,
-        buffers: Sequence[torch.Tensor] = (),
+        state: State = STATELESS,
         file: str | None = None,
     ) -> None:
         self.runtime = runtime
@@ -75,7 +76,7 @@ class GraphProgram:
         self._taps = taps
         self._linears = dict(linears or {})
         self._weights = dict(weights or {})
-        self._buffers = buffers
+        self._state = state
         self._file = file
         self._is_function = isinstance(model, torch.jit.ScriptFunction)
         self._forward = model if self._is_function else model._c._get_method("forward")
@@ -87,9 +88,14 @@ class GraphProgram:
         """The parameters' shapes, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
 
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """What a run may change."""
-        return self._buffers
+    @property
+    def stateful(self) -> str | None:
+        """Why the model must not run more often than its user runs it."""
+        return self._state.stateful
+
+    def keep(self) -> Callable[[], None]:
+        """Keep what a run changes; the returned function puts it back."""
+        return self._state.keep()
 
     def tapped(
         self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]
@@ -165,7 +171,7 @@ def _followers(graph: Any) -> list[Any]:
 
     def walk(block: Any, end: Any) -> None:
         nodes = list(block.nodes())
-        for node, following in zip(nodes, [*nodes[1:], end], strict=True):
+        for node, following in zip(nodes, [*nodes, end][1:], strict=True):
             found.append(following)
             for inner in node.blocks():
                 walk(inner, inner.returnNode())

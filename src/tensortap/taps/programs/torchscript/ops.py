@@ -18,6 +18,7 @@ from .anchors import Anchored, Weight, anchors
 from .copies import holds_tensors
 from .graphs import Owner, by_age, elements, nodes_of, origin
 from .nodes import GraphProgram, NodeTap
+from .state import STATELESS, state_of
 from .tree import Tree
 
 __all__ = ["KIND", "OpsKind", "function_program", "linears_of", "op_taps", "ops_program"]
@@ -140,7 +141,9 @@ def _program(
         notes=notes,
         linears=linears,
         weights=weights,
-        buffers=[] if isinstance(model, torch.jit.ScriptFunction) else list(model.buffers()),
+        state=STATELESS
+        if isinstance(model, torch.jit.ScriptFunction)
+        else state_of(Tree(model._c)),
         file=file,
     )
 

@@ -14,6 +14,7 @@ from ...leaves import flatten
 from ..base import Argument, HeardCall, Leaves, Place, Run, loose_leaves
 from .arguments import arguments_of, bound
 from .graphs import Linear
+from .state import state_of
 from .surgery import UNUSED, Site, Surgeon
 from .tree import Node, Tree
 
@@ -52,6 +53,7 @@ class ScriptProgram:
         self.places: Sequence[Place] = _places(self._tree, learnt)
         self.arguments: Sequence[Argument] | None = arguments_of(self._forward)
         self._found = learnt.found
+        self._state = state_of(self._tree)
 
     def _learn(self) -> Surgeon:
         surgeon = Surgeon(self._tree, None)
@@ -63,9 +65,14 @@ class ScriptProgram:
         """The parameters' shapes, by name."""
         return {name: tuple(tensor.shape) for name, tensor in self._tree.weights().items()}
 
-    def buffers(self) -> Iterable[torch.Tensor]:
-        """What a run may change: batch norms in train mode."""
-        return self._tree.buffers()
+    @property
+    def stateful(self) -> str | None:
+        """Why the model must not run more often than its user runs it."""
+        return self._state.stateful
+
+    def keep(self) -> Callable[[], None]:
+        """Keep what a run changes; the returned function puts it back."""
+        return self._state.keep()
 
     def tapped(
         self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]
