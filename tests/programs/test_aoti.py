@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import tensortap as tap
 from programs.eager_calls import compare_calls, eager_calls, run_all
-from tensortap.errors import TargetError
+from tensortap.errors import OptionError, SelectionError, TargetError
 from tensortap.taps.programs.aoti import KIND, AotiProgram
 from tensortap.taps.programs.base import Options
+from tensortap.taps.programs.exported.arguments import Binder
 from tensortap.taps.programs.kinds import open_program
+from tensortap.taps.programs.opaque.program import OpaqueProgram
 
 
 class Model(nn.Module):
@@ -94,6 +97,22 @@ def test_a_package_whose_bytes_were_changed(tmp_path: Path) -> None:
         open_program(path)
 
 
+def test_a_packages_arguments_are_told_by_their_nesting() -> None:
+    """Positional ones have lost their names; keywords and the keys of dicts have kept theirs."""
+    x, y, z = torch.ones(1), torch.ones(2), torch.ones(3)
+    spec = pytree.tree_structure(((x, {"a": y}), {"mask": z}))
+    binder = Binder.of_spec(spec, "The package")
+    assert [argument.name for argument in binder.arguments] == ["0", "1.a", "mask"]
+    for args, kwargs in (
+        ((x, {"a": y}), {"mask": z}),
+        ((), {"0": x, "1.a": y, "mask": z}),
+        ((x,), {"1": {"a": y}, "mask": z}),
+    ):
+        assert binder.bind(args, kwargs) == ((x, {"a": y}), {"mask": z})
+    with pytest.raises(TargetError, match="The package was not given '1'. It takes: 0, 1, mask"):
+        binder.bind((x,), {"mask": z})
+
+
 @pytest.mark.slow
 def test_the_compiled_program_is_heard(saved: tuple[nn.Module, Path], tmp_path: Path) -> None:
     model, path = saved
@@ -118,9 +137,21 @@ def test_the_compiled_program_is_heard(saved: tuple[nn.Module, Path], tmp_path: 
     # The package itself gives its outputs alone.
     package = Path(program._folder.name) / "1.pt2"  # what the self-check ran first
     opaque = open_program(package)
-    assert opaque.runtime == "aoti"
+    assert isinstance(opaque, OpaqueProgram) and opaque.runtime == "aoti"
     assert [place.name for place in opaque.places] == [""]
     torch.testing.assert_close(opaque.plain((x,), {}), output)
+    assert [argument.name for argument in opaque.arguments or ()] == ["0"]
+    torch.testing.assert_close(opaque.plain((), {"0": x}), output)
+    with pytest.raises(TargetError, match="takes no argument 'x'. It takes: 0"):
+        opaque.plain((), {"x": x})
+    for layers in ("blocks", "all"):
+        recorder = tap.record(package, tmp_path / layers, layers=layers)
+        assert recorder.layers == [""]
+        assert [note for note in recorder.notes if "--runtime aoti" in note] == [opaque.nameless]
+    with pytest.raises(SelectionError, match="'linear' selects nothing.*--runtime aoti"):
+        tap.record(package, tmp_path / "linear", layers="linear")
+    with pytest.raises(OptionError, match="--names-from means nothing to a package of AOTI"):
+        tap.record(package, tmp_path / "named", names_from=path)
     live = open_program(torch._inductor.aoti_load_package(str(package)))
     assert live.runtime == "aoti"
     assert compare_calls(live, run_all(live, (x,)), []) == {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tensortap as tap
 from programs.models import MODELS
-from tensortap.errors import OptionError
+from tensortap.errors import OptionError, SelectionError
 from tensortap.taps.leaves import flatten
 from tensortap.taps.programs.base import HeardCall, Options, Program
 from tensortap.taps.programs.kinds import open_program
@@ -470,7 +470,9 @@ def test_models_without_scopes_give_their_outputs_and_say_what_to_do(tmp_path: P
         rec.run(x)
     run = tap.open(tmp_path / "run")
     assert run.layers == [""] and close(run[""].output, model(x))
-    assert any("--names-from" in n and "instrument" in n for n in run.manifest.notes)
+    assert len([n for n in run.manifest.notes if "--names-from" in n and "instrument" in n]) == 1
+    with pytest.raises(SelectionError, match="'blocks, head' selects nothing.*--names-from"):
+        tap.record(converted, tmp_path / "none", layers=["blocks", "head"])
 
 
 def test_a_compiled_model_is_a_sentence(llama: Any, tmp_path: Path) -> None:

@@ -271,6 +271,16 @@ class TestFitting:
         assert "It takes ids (int64, ? x 3), mask (float32, 2 x 3), [scale" in text
         assert "\n" not in text
 
+    def test_positions_that_have_no_names(self, tmp_path: Path) -> None:
+        takes = Takes((Argument("0"), Argument("mask")), by_name=True)
+        with pytest.raises(OptionError) as caught:
+            fitted(saved(tmp_path / "a.safetensors", ids=IDS, mask=MASK), takes)
+        text = str(caught.value)
+        assert "'0' is missing; 'ids' is unknown. It takes 0, mask." in text
+        assert "a file gives them by position, as '0'" in text
+        batch, _ = fitted(saved(tmp_path / "b.safetensors", mask=MASK, **{"0": IDS}), takes)
+        assert set(batch.kwargs) == {"0", "mask"} and not batch.args
+
     def test_sizes(self, tmp_path: Path) -> None:
         path = saved(tmp_path / "a.safetensors", ids=IDS[:, :2].clone(), mask=MASK)
         with pytest.raises(OptionError, match=r"'ids' is 2 x 2, expected \? x 3"):

@@ -22,6 +22,11 @@ from .target import Batch
 
 __all__ = ["Takes", "fit"]
 
+_NUMBERED = (
+    " Numbers are positions: what the model calls these arguments was lost when it was compiled, so "
+    "a file gives them by position, as '0', '1', …."
+)
+
 
 @dataclass(frozen=True)
 class Takes:
@@ -54,7 +59,10 @@ class Takes:
     def __str__(self) -> str:
         told = ", ".join(_told(argument) for argument in self.arguments[:12])
         more = ", …" if len(self.arguments) > 12 else ""
-        return f"It takes {told}{more}." if told else "It takes nothing."
+        if not told:
+            return "It takes nothing."
+        numbered = any(argument.name.partition(".")[0].isdecimal() for argument in self.arguments)
+        return f"It takes {told}{more}.{_NUMBERED if numbered else ''}"
 
 
 def _dtype(name: object) -> torch.dtype | None:

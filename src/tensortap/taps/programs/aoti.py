@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from ...errors import OptionError, TargetError
 from .base import Argument, Options, Place, Run, Runner
+from .exported.arguments import Binder
 from .exported.files import aoti_damage, holds_aoti
 from .exported.kind import KIND as EXPORT
 from .exported.kind import ExportProgram, open_exported
@@ -35,6 +37,11 @@ _BRANCH = (
     "it runs in a branch of torch.cond, and what a branch makes cannot leave code that is compiled"
 )
 
+_NAMELESS = (
+    "A package of AOTInductor gives away its outputs alone: they are recorded as the root ''. To "
+    "see inside, record the exported program (.pt2) that it was compiled from with --runtime aoti, "
+    "or instrument it before it is compiled (tensortap instrument, docs/compiled.md)."
+)
 _PACKAGE = "a package of AOTInductor, which holds no layers to name"
 
 
@@ -174,14 +181,34 @@ def _package(path: Path) -> OpaqueProgram:
 
 
 def _opaque(model: Any, where: str, described: dict[str, Any]) -> OpaqueProgram:
+    binder = _binder(model, where)
+
     def call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if binder is not None:
+            args, kwargs = binder.bind(args, kwargs)
         try:
             return model(*args, **kwargs)
         except (TypeError, ValueError, AssertionError) as error:
             raise OptionError(f"{where} does not take these inputs: {error}") from error
 
     described["torch"] = str(torch.__version__)
-    return OpaqueProgram(call, runtime="aoti", where=where, described=described)
+    return OpaqueProgram(
+        call,
+        runtime="aoti",
+        where=where,
+        described=described,
+        arguments=binder.arguments if binder is not None else None,
+        nameless=_NAMELESS,
+    )
+
+
+def _binder(model: Any, where: str) -> Binder | None:
+    """What a package says of its arguments: how many, how nested, and the names of keywords."""
+    try:
+        spec = pytree.treespec_loads(model.loader.get_call_spec()[0])
+        return Binder.of_spec(spec, where)
+    except Exception:  # another torch's package, or types that are not registered here
+        return None
 
 
 def _loaded(path: Path) -> Callable[..., Any]:

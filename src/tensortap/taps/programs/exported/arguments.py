@@ -40,29 +40,26 @@ class Binder:
     def __init__(self, module: fx.GraphModule) -> None:
         info = getattr(module.graph._codegen, "pytree_info", None)
         holders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        self.arguments: list[Argument] = []
-        self._declared: list[_Declared] | None = None if info is None else []
-        if info is None:
-            self.arguments = [_argument(str(node.target), node) for node in holders]
-            return
-        positional, keyword = _children(info.in_spec)
-        names = list(info.orig_args)
-        specs = [(spec, False) for spec in _children(positional)]
-        specs += [(spec, True) for spec in _children(keyword)]
-        keys = [*names[: len(_children(positional))], *keyword.context]
-        start = 0
-        for name, (spec, is_keyword) in zip(keys, specs, strict=True):
-            count = spec.num_leaves
-            mine = holders[start : start + count]
-            start += count
-            leaves = tuple(name + tail for tail in _tails(spec))
-            assert self._declared is not None
-            self._declared.append(
-                _Declared(str(name), is_keyword, spec, leaves, tuple(map(_constant, mine)))
-            )
-            self.arguments += [
-                _argument(leaf, node) for leaf, node in zip(leaves, mine, strict=True)
-            ]
+        self._what = "The exported program"
+        self._declared: list[_Declared] | None = None
+        names = [str(node.target) for node in holders]
+        if info is not None:
+            constants = [_constant(node) for node in holders]
+            self._declared = _declared(info.in_spec, list(info.orig_args), constants)
+            names = [leaf for item in self._declared for leaf in item.leaves]
+        self.arguments: list[Argument] = [
+            _argument(name, node) for name, node in zip(names, holders, strict=True)
+        ]
+
+    @classmethod
+    def of_spec(cls, spec: Any, what: str) -> Binder:
+        """From how the inputs are nested alone; positional ones are called by their numbers."""
+        found = cls.__new__(cls)
+        found._what = what
+        names = [str(index) for index in range(len(_children(_children(spec)[0])))]
+        found._declared = _declared(spec, names, [_MISSING] * spec.num_leaves)
+        found.arguments = [Argument(leaf) for item in found._declared for leaf in item.leaves]
+        return found
 
     def bind(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -72,7 +69,7 @@ class Binder:
             return args, dict(kwargs)
         if len(args) > len(self._declared):
             raise TargetError(
-                f"The exported program takes {len(self._declared)} arguments "
+                f"{self._what} takes {len(self._declared)} arguments "
                 f"({self._names()}), but was given {len(args)}."
             )
         given = dict(zip((item.name for item in self._declared), args, strict=False))
@@ -83,13 +80,12 @@ class Binder:
         bound = {item.name: _take(item, given) for item in self._declared}
         if given:
             raise TargetError(
-                f"The exported program takes no argument '{next(iter(given))}'. "
-                f"It takes: {self._names()}."
+                f"{self._what} takes no argument '{next(iter(given))}'. It takes: {self._names()}."
             )
         absent = [name for name, value in bound.items() if value is _MISSING]
         if absent:
             raise TargetError(
-                f"The exported program was not given '{absent[0]}'. It takes: {self._names()}."
+                f"{self._what} was not given '{absent[0]}'. It takes: {self._names()}."
             )
         return (
             tuple(bound[item.name] for item in self._declared if not item.keyword),
@@ -98,6 +94,22 @@ class Binder:
 
     def _names(self) -> str:
         return ", ".join(item.name for item in self._declared or ()) or "none"
+
+
+def _declared(spec: Any, names: Sequence[str], constants: Sequence[Any]) -> list[_Declared]:
+    """The arguments of a forward whose inputs are nested like this."""
+    positional, keyword = _children(spec)
+    specs = [(child, False) for child in _children(positional)]
+    specs += [(child, True) for child in _children(keyword)]
+    keys = [*names[: len(_children(positional))], *keyword.context]
+    found: list[_Declared] = []
+    start = 0
+    for name, (child, is_keyword) in zip(keys, specs, strict=True):
+        leaves = tuple(f"{name}{tail}" for tail in _tails(child))
+        mine = tuple(constants[start : start + child.num_leaves])
+        start += child.num_leaves
+        found.append(_Declared(str(name), is_keyword, child, leaves, mine))
+    return found
 
 
 def _take(item: _Declared, given: dict[str, Any]) -> Any:

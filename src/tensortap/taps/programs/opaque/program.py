@@ -31,6 +31,10 @@ _NO_TWIN = (
     "artefact without taps."
 )
 
+_OUTPUTS = (
+    "This model gives away its outputs alone: they are recorded as the root ''. To see inside, "
+    "instrument it before it is compiled (tensortap instrument, docs/compiled.md)."
+)
 _NAMED = "an instrumented model, whose manifest has the names"
 
 
@@ -48,6 +52,7 @@ class OpaqueProgram:
         arguments: Sequence[Argument] | None = None,
         notes: Sequence[str] = (),
         twin: Call | None = None,
+        nameless: str = _OUTPUTS,
     ) -> None:
         self.runtime = runtime
         self.manifest = manifest
@@ -66,6 +71,8 @@ class OpaqueProgram:
                 "This model gives away its outputs alone: it was not instrumented before it was "
                 "compiled, or its manifest was not given."
             )
+            self.nameless = nameless
+            self.notes.append(nameless)
             return
         self.absent = "The artefact was instrumented without a tap on this layer."
         self.notes += [*manifest.notes, *(() if self.untapped else (_NO_TWIN,))]

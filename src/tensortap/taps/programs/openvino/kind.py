@@ -1,7 +1,7 @@
 """OpenVINO: an `openvino.Model`, or the .xml and .bin files of one.
 
 Values inside are made outputs of a copy of the model (`Model.add_results`), which is compiled for
-the CPU in float32, so that values compare. Names come from the friendly names (openvino_names).
+the CPU in float32, so that values compare. Names come from the friendly names (names.py).
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class OpenVINOProgram:
         graph = self._graph
         self._layers: Layers = self._named(options.names_from)
         self.notes += self._layers.notes
-        if not self._layers.places:
-            self.notes.append(_NAMELESS)
+        self.nameless: str | None = None if self._layers.places else _NAMELESS
+        if self.nameless is not None:
+            self.notes.append(self.nameless)
         self.places: Sequence[Place] = [*self._layers.places, Place("", provenance="hook")]
         self.weights: Mapping[str, tuple[int, ...]] = {**self._layers.weights, **graph.weights}
         names = _names((port.get_names() for port in model.inputs), "input")
