@@ -432,7 +432,7 @@ def test_outputs_of_a_library_are_known_in_a_process_that_did_not_import_it(
     code = (
         "import sys; from pathlib import Path\n"
         "from tensortap.taps.programs.base import Options\n"
-        "from tensortap.taps.programs.exported import open_exported\n"
+        "from tensortap.taps.programs.exported.kind import open_exported\n"
         f"print(len(open_exported(Path({str(tmp_path / 'm.pt2')!r}), Options()).places))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

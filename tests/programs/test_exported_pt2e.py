@@ -206,7 +206,7 @@ def test_a_quantised_file_opens_where_nothing_was_imported(linear: Any) -> None:
     code = (
         "from pathlib import Path\n"
         "from tensortap.taps.programs.base import Options\n"
-        "from tensortap.taps.programs.exported import open_exported\n"
+        "from tensortap.taps.programs.exported.kind import open_exported\n"
         f"print(len(open_exported(Path({str(linear[3])!r}), Options()).places))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
