@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tensortap as tap
 from tensortap.errors import OptionError, SelectionError
 from tensortap.taps.programs.base import Argument, HeardCall, Place, Run, Runner
+from tensortap.taps.programs.state import aligned_copies
 
 
 @dataclass
@@ -226,6 +230,23 @@ def test_a_state_that_cannot_be_put_back_is_left_alone(tmp_path: Path) -> None:
     assert program.runs == ["tapped ['first', 'second']"]
     assert [c["check"] for c in run.manifest.self_checks] == ["linear", "linear"]
     assert any("(it keeps a cache)" in note for note in run.notes)
+
+
+def test_copies_of_inputs_lie_in_memory_as_they_do(tmp_path: Path) -> None:
+    """A product of the same numbers is not the same bit for bit at another alignment."""
+    tensors = {"0": torch.randn(3, 4), "1": torch.randn(5)[1:].clone(), "2": torch.arange(7)}
+    save_file(tensors, tmp_path / "inputs.safetensors")
+    room = torch.randn(40)
+    with safe_open(tmp_path / "inputs.safetensors", "pt") as file:
+        given = {key: file.get_tensor(key) for key in tensors}
+        value = {**given, "odd": room[1:9], "shared": [room[11:20], room[12:14]]}
+        found = copy.deepcopy(value, aligned_copies(value))
+        for key in (*tensors, "odd"):
+            assert torch.equal(found[key], value[key])
+            assert found[key].data_ptr() % 64 == value[key].data_ptr() % 64
+            assert found[key].data_ptr() != value[key].data_ptr()
+        found["shared"][0].zero_()
+        assert found["shared"][1].eq(0).all()
 
 
 def test_what_is_neither_model_nor_callable_is_an_error(tmp_path: Path) -> None:

@@ -57,6 +57,44 @@ def test_where_a_compiler_fuses_otherwise_last_bits_may_differ() -> None:
     assert not check_output(value, far, exact=False).passed
 
 
+def test_what_is_close_is_not_called_the_same() -> None:
+    value = _random(64)
+    found = check_output((value, value), (value * (1 + 1e-6), value), exact=False)
+    largest = float((value * (1 + 1e-6)).double().sub(value.double()).abs().max())
+    assert found.passed
+    assert found.largest == pytest.approx(largest)
+    assert found.allowed == pytest.approx(1e-5 * float(value.abs().max()))
+    assert "same with and without" not in found.text
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_linear_that_is_not_finite_where_its_product_is(wrong: float) -> None:
+    weight, operand = _random(16, 32), _random(4, 32)
+    output = linear(operand, weight)
+    output[1, 2] = wrong
+    found = check_linear("fc", weight, None, operand, output)
+    assert found is not None
+    assert not found.passed
+    assert found.to_dict()["largest"] is None  # JSON has no infinite
+    operand[1] = wrong
+    of_nothing = check_linear("fc", weight, None, operand, linear(_random(4, 32), weight))
+    assert of_nothing is not None
+    assert not of_nothing.passed
+
+
+def test_a_linear_that_is_not_finite_as_its_product_is_passes() -> None:
+    weight, operand = _random(16, 32), _random(4, 32)
+    operand[1] = float("nan")
+    operand[2] = float("inf")
+    found = check_linear("fc", weight, None, operand, linear(operand, weight))
+    assert found is not None
+    assert found.passed, found.text
+    half = torch.full((2, 32), 100.0, dtype=torch.float16)
+    found = check_linear("fc", half, None, half * 3, linear(half * 3, half))
+    assert found is not None
+    assert found.passed, found.text  # 32 x 30,000 is more than float16 has
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("offset", [0.0, 1e3])

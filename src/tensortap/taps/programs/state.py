@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 
+from ..leaves import flatten
 from .base import Program
 
-__all__ = ["State", "restore"]
+__all__ = ["State", "aligned_copies", "restore"]
+
+_LINE = 64  # bytes; what torch allocates begins at a multiple
 
 
 class State:
@@ -35,6 +38,51 @@ class State:
             self._restore()
         for buffer, kept in self._kept:
             restore(buffer, kept)
+
+
+def aligned_copies(value: Any) -> dict[int, Any]:
+    """For deepcopy: copies of the tensors that do not begin where torch's own would.
+
+    A file that is mapped into memory has its tensors anywhere. Those that share their memory with
+    others are left to deepcopy, which knows of that.
+    """
+    tensors = {id(tensor): tensor for _, tensor in flatten(value) if tensor is not None}
+    return {
+        key: _like(tensor)
+        for key, tensor in tensors.items()
+        if _is_odd(tensor) and not any(_meet(tensor, other) for other in tensors.values())
+    }
+
+
+def _is_odd(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+        and tensor.data_ptr() % _LINE != 0
+    )
+
+
+def _meet(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share memory; what is not contiguous may have any of its storage's."""
+    if other is tensor:
+        return False
+    if other.layout != torch.strided or not other.is_contiguous():
+        return other.device.type == "cpu"
+    first, last = other.data_ptr(), other.data_ptr() + other.numel() * other.element_size()
+    return first < tensor.data_ptr() + tensor.numel() * tensor.element_size() and (
+        tensor.data_ptr() < last
+    )
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    size = tensor.numel() * tensor.element_size()
+    room = torch.empty(size + _LINE, dtype=torch.uint8)
+    start = (tensor.data_ptr() - room.data_ptr()) % _LINE
+    made = room[start : start + size].view(tensor.dtype).view(tensor.shape)
+    return made.copy_(tensor)
 
 
 def restore(tensor: torch.Tensor, kept: torch.Tensor) -> None:

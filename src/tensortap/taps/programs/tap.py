@@ -26,7 +26,7 @@ from ..unseen import unseen
 from .base import HeardCall, Leaves, Options, Place, Program, Run, Runner
 from .selfcheck import SelfCheck, check_leaves, check_linear
 from .skeleton import skeleton
-from .state import State
+from .state import State, aligned_copies
 
 __all__ = ["REFUSED", "ProgramTap", "joined"]
 
@@ -394,9 +394,12 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
 
 
 def _copied(value: Any) -> Any:
-    """The same inputs once more, so that a model that writes into them finds them unwritten."""
+    """The same inputs once more, so that a model that writes into them finds them unwritten.
+
+    They lie in memory as the first do: by the alignment torch chooses how it adds up.
+    """
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, aligned_copies(value))
     except Exception:  # whatever a user hands to a model may refuse to be copied
         return None
 
