@@ -471,7 +471,7 @@ def test_models_without_scopes_give_their_outputs_and_say_what_to_do(tmp_path: P
     run = tap.open(tmp_path / "run")
     assert run.layers == [""] and close(run[""].output, model(x))
     assert len([n for n in run.manifest.notes if "--names-from" in n and "instrument" in n]) == 1
-    with pytest.raises(SelectionError, match="'blocks, head' selects nothing.*--names-from"):
+    with pytest.raises(SelectionError, match=r"'blocks, head' selects nothing.*--names-from"):
         tap.record(converted, tmp_path / "none", layers=["blocks", "head"])
 
 

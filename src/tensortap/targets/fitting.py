@@ -23,8 +23,8 @@ from .target import Batch
 __all__ = ["Takes", "fit"]
 
 _NUMBERED = (
-    " Numbers are positions: what the model calls these arguments was lost when it was compiled, so "
-    "a file gives them by position, as '0', '1', …."
+    " Numbers are positions: what the model calls these arguments was lost when it was compiled, "
+    "so a file gives them by position, as '0', '1', …."
 )
 
 
