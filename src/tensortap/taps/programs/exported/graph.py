@@ -50,6 +50,7 @@ class Reading:
     results: list[str] = field(default_factory=list)
     types: dict[str, str] = field(default_factory=dict)
     stock: set[str] = field(default_factory=set)  # layers whose class is one of torch's own
+    objects: dict[str, set[str]] = field(default_factory=dict)  # which modules a strict export saw
     weights: dict[str, str] = field(default_factory=dict)  # value of a constant -> attribute
     conds: list[str] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)  # the order of nodes that write in place
@@ -205,6 +206,9 @@ class _Reader:
                 self.reading.stock.add(path)
             if not path:
                 continue
+            which = key.partition("@")[0]
+            if which.isdigit():
+                self.reading.objects.setdefault(path, set()).add(which)
             chain.append(key)
             known = self._numbers.setdefault(path, [])
             mark = tuple(chain)

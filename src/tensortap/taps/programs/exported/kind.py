@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .listen import Listening
 from .nodes import eager_name, scopes_of
 from .places import folded, places_of, signatures_of
 from .plan import CallPlan, plan_calls
+from .shared import join_names
 from .surgery import copied
 
 __all__ = ["KIND", "ExportProgram", "open_exported"]
@@ -61,7 +63,11 @@ class ExportProgram:
         self._file = file
         self.notes: list[str] = []
         self.reading = read(module)
-        self.calls, linears = plan_calls(self.reading, signatures_of(exported, self.reading))
+        joined = join_names(self.reading, module, exported)
+        signatures = signatures_of(exported, self.reading)
+        self.calls, linears = plan_calls(
+            self.reading, {joined.call(call): kept for call, kept in signatures.items()}
+        )
         self.branches = branch_plans(module, self.reading)
         self._linear_calls = {
             plan.layer: linear for plan, linear in zip(self.calls, linears, strict=True) if linear
@@ -69,7 +75,13 @@ class ExportProgram:
         self._binder = Binder(module)
         self.arguments: Sequence[Argument] | None = self._binder.arguments
         names = [] if exported is None else [str(e.fqn) for e in exported.module_call_graph]
-        found = places_of(self.reading, self.calls, self.branches, names, module)
+        found = [
+            replace(place, provenance="inferred")
+            if place.name in joined.doubts and place.gone is None
+            else place
+            for place in places_of(self.reading, self.calls, self.branches, names, module)
+            if place.name not in joined.first
+        ]
         self.places: Sequence[Place] = found
         if self.reading.quantised:
             other = None if float_model is None else float_model.reading
