@@ -53,6 +53,18 @@ class Convolutions(nn.Module):
         return self.two(self.act(self.norm(self.one(x)))).mean((2, 3))
 
 
+class Mixer(nn.Module):
+    """Convolves without calling its convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.act = nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(nn.functional.conv2d(x, self.conv.weight, self.conv.bias)) * 2
+
+
 def quantised(model: nn.Module, args: Any, folder: Path) -> tuple[fx.GraphModule, Path, Path]:
     """The converted graph, the float program's file and the quantised program's."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -218,3 +230,12 @@ def test_the_float_program_is_no_quantised_one(linear: Any) -> None:
     program: ExportProgram = open_exported(linear[2], Options())
     assert not program.reading.quantised
     assert set(program.linears()) == {n for n in NAMES if n.endswith(("up", "down", "head"))}
+
+
+def test_a_layer_that_convolves_among_other_things_is_no_convolution(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(2, 3, 8, 8),)
+    model = nn.Sequential(Mixer(), nn.Flatten())
+    _, _, file = quantised(model, args, tmp_path)
+    places = {place.name: place for place in open_exported(file, Options()).places}
+    assert places["0"].gone is None and places["0"].provenance == "scope"

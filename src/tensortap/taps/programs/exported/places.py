@@ -12,7 +12,7 @@ from ..base import Place
 from ..scopes import ModuleCall
 from .branches import BranchPlan
 from .graph import Reading
-from .nodes import eager_name, operator_of
+from .nodes import eager_name, is_quantising, operator_of
 from .plan import CallPlan, Signature, attribute
 
 __all__ = ["UNREAD", "folded", "places_of", "signatures_of"]
@@ -123,13 +123,22 @@ def folded(
 
 
 def _biases(reading: Reading) -> dict[str, str | None]:
-    """The layers that are convolutions, with the attribute that each reads its bias from."""
+    """The layers that are convolutions, with the attribute that each reads its bias from.
+
+    One that does anything besides is none: what it returns is not the convolution's value.
+    """
     found: dict[str, str | None] = {}
+    more: set[str] = set()
     for step in reading.steps:
-        if step.calls and operator_of(reading.nodes[step.name]).startswith("conv"):
-            path = step.calls[-1][0]
+        if not step.calls or is_quantising(reading.nodes[step.name]):
+            continue
+        path = step.calls[-1][0]
+        more.update(outer for outer, _ in step.calls[:-1])
+        if operator_of(reading.nodes[step.name]).startswith("conv"):
             found[path] = found.get(path) or attribute(reading, step.name, 2)
-    return found
+        else:
+            more.add(path)
+    return {path: bias for path, bias in found.items() if path not in more}
 
 
 def _norms(float_model: Reading) -> dict[str, str]:
