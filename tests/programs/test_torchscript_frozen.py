@@ -167,16 +167,72 @@ def test_for_inference_a_linear_is_a_product_and_a_sum(tmp_path: Path) -> None:
             self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.two(torch.relu(self.one(x)))
+            return self.two(self.one(x))
 
     torch.manual_seed(0)
     model, args = Model().eval(), (torch.randn(3, 8),)
     frozen(model, args, {}, tmp_path, inference=True)
     program = opened(tmp_path)
-    assert compared(program, eager(model, args, {}), args, {}) == {"one", "two"}
+    # That `one` ends there is seen by who reads it; the pass left no source on `two`, the last.
+    assert compared(program, eager(model, args, {}), args, {}) == {"one"}
+    assert {p.name: p.provenance for p in program.places}["two"] == "inferred"
     kinds = {node.kind() for node in torch.jit.load(tmp_path / "frozen.pt").graph.nodes()}
     assert "aten::matmul" in kinds and "aten::linear" not in kinds
     torch.testing.assert_close(program.linears()["one"][0], model.one.weight)
+
+
+class Squashed(nn.Module):
+    """Has the weights of a Linear, and does more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.nn.functional.linear(x, self.weight, self.bias))
+
+
+class Moved(nn.Module):
+    """Has the weights of a LayerNorm, and does more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.layer_norm(x, [8], self.weight, self.bias)
+        return x.roll(1, -1)
+
+
+class Scaled(nn.Module):
+    """A norm of its own, which ends with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x / x.abs().amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("how", ["trace", "script"])
+def test_weights_do_not_say_that_a_layer_ends_with_them(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        Squashed(), nn.Linear(8, 8), Moved(), Scaled(), nn.Linear(8, 8), nn.GELU()
+    )
+    model.eval()
+    args = (torch.randn(3, 8),)
+    script = torch.jit.script(model) if how == "script" else torch.jit.trace(model, args)
+    torch.jit.save(torch.jit.freeze(script), tmp_path / "frozen.pt")
+    save_file(dict(model.state_dict()), tmp_path / "weights.safetensors")
+    program = opened(tmp_path)
+    sure = {p.name for p in program.places if p.provenance == "weight" and p.gone is None}
+    assert sure == {"1", "3", "4"}
+    run = program.tapped(sorted(sure), inputs=False, linears=[])(args, {})
+    expected = eager(model, args, {})
+    for call in run.calls:
+        torch.testing.assert_close(call.outputs[0][1], expected[call.layer][0])
 
 
 def test_what_was_folded_is_gone(tmp_path: Path) -> None:
@@ -308,12 +364,14 @@ def test_checkpoints_are_read_without_running_code(tmp_path: Path) -> None:
             return (Path(tmp_path / "ran").touch, ())
 
     torch.save({"w": Evil()}, tmp_path / "evil.bin")
-    with pytest.raises(OptionError, match="cannot be read as weights alone"):
+    with pytest.raises(OptionError, match="holds more than tensors.*could run code"):
         open_checkpoint(tmp_path / "evil.bin")
     assert not (tmp_path / "ran").exists()
     (tmp_path / "short.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{}")
-    with pytest.raises(OptionError, match=r"short.safetensors' cannot be read"):
+    with pytest.raises(OptionError, match=r"short.safetensors' is damaged"):
         open_checkpoint(tmp_path / "short.safetensors")
+    with pytest.raises(OptionError, match=r"short.safetensors' is damaged"):
+        open_checkpoint(tmp_path)  # it is told which of the folder's files
     with pytest.raises(OptionError, match="does not exist"):
         open_checkpoint(tmp_path / "none.safetensors")
     (tmp_path / "w.txt").touch()

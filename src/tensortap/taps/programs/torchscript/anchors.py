@@ -2,7 +2,8 @@
 
 A layer that owns weights is where they are used: a convolution that reads `stem.0.weight` and no
 other bias than `stem.0.bias` is `stem.0`. That is sure where the op reads all that the layer owns,
-and where no other layer's weights are the same. The rest is a guess, or nothing:
+where no other layer's weights are the same, and where it is seen that the layer ends there. The
+rest is a guess, or nothing:
 
 - weights of equal content (norms that are all ones) are given out by the blocks in which the layers
   before or behind them stand, where that comes out even;
@@ -24,6 +25,7 @@ from .copies import holds_tensors
 from .graphs import nodes_of
 from .neighbours import Found, Neighbours, made_by
 from .nodes import NodeTap
+from .wholes import has_left, is_whole
 
 __all__ = ["Anchored", "Weight", "anchors"]
 
@@ -85,12 +87,17 @@ _TIED = "other layers have the same weights, so its value cannot be told from th
 
 
 def anchors(
-    graph: Any, weights: Mapping[int, Weight], modules: Mapping[str, Sequence[str]]
+    graph: Any,
+    weights: Mapping[int, Weight],
+    modules: Mapping[str, Sequence[str]],
+    *,
+    blind: bool = True,
 ) -> Anchored:
     """The layers of a graph.
 
     `weights` says of values of the graph what they are; `modules` are the layers that own tensors,
-    each with the names of those that it needs.
+    each with the names of those that it needs. `blind`: nothing else is known of the layers, so
+    that an op is sure to be one only where it is seen that the layer does nothing behind it.
     """
     nodes = list(nodes_of(graph))
     numbers = {id_: index for index, node in enumerate(nodes) for id_ in made_by(node)}
@@ -104,10 +111,14 @@ def anchors(
     taps: list[NodeTap] = []
     linears: dict[str, tuple[str, bool, str | None]] = {}
     why: dict[str, str] = {}
-    for item, name, alone in _named(found, why, Neighbours(nodes, found)):
+    named = _named(found, why, Neighbours(nodes, found))
+    for item, name, alone in named:
         node = nodes[item.start]
         weight = known[item.weight]
         sure = alone and not weight.doubtful and _is_main(weight, name) and not _is_scaled(node)
+        if sure and blind:
+            others = {nodes[o.start] for o, other, _ in named if not _is_below(other, name)}
+            sure = is_whole(node, nodes[item.end]) or has_left(nodes[item.end], others)
         reads = tuple(
             index
             for index, value in enumerate(node.inputs())
@@ -125,9 +136,9 @@ def anchors(
             bias = None if item.bias is None else known[item.bias].names[0]
             linears[name] = (weight.names[0], turned, bias)
     read = {name for weight in known.values() for name in weight.names}
-    named = {tap.name for tap in taps}
+    done = {tap.name for tap in taps}
     for module, owned in modules.items():
-        if module not in named and module not in why:
+        if module not in done and module not in why:
             seen = any(f"{module}.{key}" in read for key in owned)
             why[module] = _ELSEWHERE if seen else _FOLDED
     reading = {
@@ -136,6 +147,10 @@ def anchors(
         if any(value.unique() in known for value in node.inputs())
     }
     return Anchored(taps, linears, why, _readers(nodes, known), reading)
+
+
+def _is_below(name: str, above: str) -> bool:
+    return name == above or name.startswith(f"{above}.")
 
 
 def _is_main(weight: Weight, module: str) -> bool:

@@ -71,7 +71,7 @@ def ops_program(
         module, _, key = weight.names[0].rpartition(".")
         needed.setdefault(module, []).append(key)
     needed.pop("", None)
-    found = _confirmed(anchors(graph, values, needed), graph, tree)
+    found = _confirmed(anchors(graph, values, needed, blind=False), graph, tree)
     linears = linears_of(found, tensors)
     types = {node.name: node.type for node in tree.nodes()}
     layers = [replace(tap, type=types.get(tap.name, tap.type)) for tap in found.taps]
