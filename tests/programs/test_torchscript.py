@@ -368,6 +368,38 @@ def test_a_module_with_two_names_has_the_first(how: str) -> None:
     assert all(len(call.inputs) == 1 for call in inputs)  # a trace hands weights in as arguments
 
 
+class Handed(nn.Module):
+    """A trace hands the shared layer to the first block as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.first, self.second = shared, shared
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(shared, nn.GELU()), nn.Sequential(nn.Linear(8, 8), shared)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(torch.relu(self.second(x)))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_every_call_of_a_module_with_many_names_is_heard(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Handed().eval(), torch.randn(3, 8)
+    script = torch.jit.script(model) if how == "script" else traced(model, (x,), {})
+    expected = [leaves[0][1] for name, leaves in eager(model, (x,), {}) if name == "first"]
+    program = ScriptProgram(reloaded(script))
+    for names in (["first"], [p.name for p in program.places if p.gone is None]):
+        run = program.tapped(names, inputs=False, linears=[])((x,), {})
+        found = [call.outputs[0][1] for call in run.calls if call.layer == "first"]
+        assert len(found) == len(expected) == 4
+        assert all(same(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_tied_layers_that_both_run_keep_their_names_in_a_trace() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -488,3 +520,35 @@ def test_what_runs_in_a_fork_is_left_out_with_that_reason() -> None:
     places = {place.name: place.gone for place in program.places}
     assert "fork" in places["a"] and "fork" in places["a.lin"]
     assert [call.layer for call in listened(program, (torch.randn(2, 4),), {})] == ["b.lin", "b"]
+
+
+class Forked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        later = torch.jit.fork(self.a, x)
+        y = self.b(x)
+        return torch.jit.wait(later) + y + self.a(y)
+
+
+class Ignored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a(x + 1)
+        return self.a(self.b(x))
+
+
+@pytest.mark.parametrize("kind", [Forked, Ignored])
+def test_a_layer_one_call_of_which_is_not_heard_is_gone(kind: type[nn.Module]) -> None:
+    """What is heard of it would have the number of another call."""
+    model, x = kind().eval(), torch.randn(2, 4)
+    script = torch.jit.script(model) if kind is Forked else traced(model, (x,), {})
+    program = ScriptProgram(reloaded(script))
+    places = {place.name: place for place in program.places}
+    assert places["a"].gone is not None
+    assert places["b"].gone is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .tree import Node
@@ -44,26 +44,30 @@ class Linear:
 
 @dataclass(frozen=True)
 class Owner:
-    """The module whose method a graph is: what its attributes lead to."""
+    """The module whose method a graph is: what its attributes lead to.
+
+    A trace hands a method what it cannot reach itself: weights, and modules that stand elsewhere.
+    """
 
     node: Node
     self_value: int
     weights: dict[int, tuple[str, str]]
+    modules: dict[int, Node] = field(default_factory=dict)
 
-    def chain(self, value: Any) -> tuple[str, ...] | None:
-        """The attributes from `self` to a value, or None where it is none of them."""
+    def chain(self, value: Any) -> tuple[Node, tuple[str, ...]] | None:
+        """A module that is known, and the attributes from there to a value; None for others."""
         names: list[str] = []
-        while value.unique() != self.self_value:
+        while value.unique() != self.self_value and value.unique() not in self.modules:
             node = value.node()
             if node.kind() != "prim::GetAttr":
                 return None
             names.append(str(node.s("name")))
             value = node.inputsAt(0)
-        return tuple(reversed(names))
+        return self.modules.get(value.unique(), self.node), tuple(reversed(names))
 
     def module(self, value: Any) -> Node | None:
         chain = self.chain(value)
-        return None if chain is None else self.node.find(chain)
+        return None if chain is None else chain[0].find(chain[1])
 
     def weight(self, value: Any) -> tuple[str, str] | None:
         """Whose weight a value is, and which: (the module's path, the attribute)."""
@@ -72,8 +76,10 @@ class Owner:
         if value.type().kind() != "TensorType":
             return None
         chain = self.chain(value)
-        holder = self.node.find(chain[:-1]) if chain else None
-        return None if holder is None or not chain else (holder.path, chain[-1])
+        if chain is None or not chain[1]:
+            return None
+        holder = chain[0].find(chain[1][:-1])
+        return None if holder is None else (holder.path, chain[1][-1])
 
 
 def is_hooked(call: Any) -> bool:

@@ -256,11 +256,8 @@ def _places(tree: Tree, learnt: Surgeon) -> list[Place]:
         if not name:
             found.append(Place("", node.type, "hook"))
         else:
-            found.append(
-                Place(
-                    name, node.type, gone=None if name in heard else learnt.lost.get(name, UNUSED)
-                )
-            )
+            gone = None if name in heard else learnt.lost.get(name, UNUSED)
+            found.append(Place(name, node.type, gone=learnt.missed.get(name, gone)))
     return found
 
 

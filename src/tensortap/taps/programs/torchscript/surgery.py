@@ -42,6 +42,7 @@ _FORWARD = re.compile(r"forward\d*")
 IDENTITY = "it passes its input on and makes no value of its own"
 UNUSED = "nothing reads what it returns, so the compiler dropped it"
 HOOKED = "a hook that was compiled into the model changes what it returns"
+MISSED = "it may be called where the model chooses a module while it runs, which taps cannot follow"
 FORKED = "it runs in a task of its own (torch.jit.fork), where taps cannot follow"
 
 
@@ -68,6 +69,14 @@ class Site:
     passage: Passage | None = None  # None: the values are in the layer's own structure
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What of the model a method is given, by position: whose weight and which, which module."""
+
+    weights: dict[int, tuple[str, str]] = field(default_factory=dict)
+    modules: dict[int, Node] = field(default_factory=dict)
+
+
 @dataclass
 class Surgeon:
     """Makes the graph of a model with taps, and learns what the model has on the way.
@@ -82,13 +91,14 @@ class Surgeon:
     sites: list[Site] = field(default_factory=list)
     finished: list[Node] = field(default_factory=list)  # calls in the order in which they end
     lost: dict[str, str] = field(default_factory=dict)  # layers that return nothing to copy
+    missed: dict[str, str] = field(default_factory=dict)  # layers of which a call is not heard
     traced: dict[str, bool] = field(default_factory=dict)  # paths that have calls
     found: dict[str, Linear | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def graph(self) -> Any:
         """The graph of the model's forward; its outputs are the model's own and the list."""
-        made = self._method(self.tree.root, "forward", {}, None)
+        made = self._method(self.tree.root, "forward", _Given(), None)
         taps = list(made.inputs())[-1]
         start = made.create("prim::ListConstruct", [], 1)
         made.prependNode(start)
@@ -103,20 +113,19 @@ class Surgeon:
         names = self.layers
         return any(names is None or n.name in names or n.name in self.linears for n in node.walk())
 
-    def _method(
-        self, node: Node, method: str, given: dict[int, tuple[str, str]], layer: Node | None
-    ) -> Any:
-        """A method's graph with everything in it inlined and tapped; the list is its last input.
-
-        `given` are the inputs that are weights: whose, and which.
-        """
+    def _method(self, node: Node, method: str, given: _Given, layer: Node | None) -> Any:
+        """A method's graph with everything in it inlined and tapped; the list is its last input."""
         graph = node.cpp._get_method(method).graph.copy()
         inputs = list(graph.inputs())
         traced = is_traced(graph)
         taps = graph.addInput("taps")
         taps.setType(list_of_any())
-        weights = {inputs[index].unique(): weight for index, weight in given.items()}
-        owner = Owner(node, inputs[0].unique(), weights)
+        owner = Owner(
+            node,
+            inputs[0].unique(),
+            {inputs[index].unique(): weight for index, weight in given.weights.items()},
+            {inputs[index].unique(): module for index, module in given.modules.items()},
+        )
         for call in list(nodes_of(graph)):
             if call.kind() == "prim::CallMethod":
                 self._inline(graph, call, owner, taps)
@@ -136,19 +145,18 @@ class Surgeon:
                 f"A call of '{method}' in '{owner.node.path or 'the model'}' is of a module that "
                 "is chosen while the model runs: the layers in it cannot be told."
             )
+            self._miss(arguments[0].type(), method)
             return
-        if not self._wants(target) or not target.has_method(method):
+        given = _given(arguments, owner)
+        if not target.has_method(method):
+            return
+        if not any(self._wants(module) for module in (target, *given.modules.values())):
             return
         layer = target if _FORWARD.fullmatch(method) else None
         if layer is not None and is_hooked(call):
-            self.lost[layer.name] = HOOKED
+            self.lost[layer.name] = self.missed[layer.name] = HOOKED
             self.finished.append(layer)
             layer = None
-        given = {
-            index: weight
-            for index, value in enumerate(arguments)
-            if (weight := owner.weight(value)) is not None
-        }
         callee = self._method(target, method, given, layer)
         with graph.insert_point_guard(call):
             if arguments[0].type().kind() == "InterfaceType":
@@ -161,12 +169,21 @@ class Surgeon:
             old.replaceAllUsesWith(new)
         call.destroy()
 
+    def _miss(self, kind: Any, method: str) -> None:
+        """A call that is not heard makes those behind it count wrong, of every module it may be."""
+        name = str(kind.annotation_str)
+        for node in self.tree.root.walk():
+            like = kind.kind() == "InterfaceType" or str(node.cpp._type().annotation_str) == name
+            if node.path and like and node.has_method(method):
+                self.missed.update({inner.name: MISSED for inner in node.walk()})
+
     def _leave_out(self, fork: Any, owner: Owner) -> None:
         """What runs beside the model may append at any time: its order would not be known."""
         for value in fork.inputs():
             module = owner.module(value) if value.type().kind() == "ClassType" else None
             for node in () if module is None else module.walk():
                 self.lost.setdefault(node.name, FORKED)
+                self.missed[node.name] = FORKED
 
     def _learn(self, graph: Any, owner: Owner, layer: Node) -> None:
         found = linear(graph, owner)
@@ -210,6 +227,7 @@ class Surgeon:
         results = list(graph.outputs())
         if traced and (not results or results[0].type().kind() == "NoneType"):
             self.lost[layer.name] = IDENTITY if layer.type == "Identity" else UNUSED
+            self.missed[layer.name] = self.lost[layer.name]
             return
         if not traced:
             copy = copy_of(graph, results[0])
@@ -251,3 +269,16 @@ class Surgeon:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _given(arguments: list[Any], owner: Owner) -> _Given:
+    """What of the model stands among the arguments of a call, the module itself left out."""
+    found = _Given()
+    for index, value in enumerate(arguments[1:], start=1):
+        weight = owner.weight(value)
+        module = owner.module(value) if value.type().kind() == "ClassType" else None
+        if weight is not None:
+            found.weights[index] = weight
+        elif module is not None:
+            found.modules[index] = module
+    return found
