@@ -57,6 +57,14 @@ def test_where_a_compiler_fuses_otherwise_last_bits_may_differ() -> None:
     assert not check_output(value, far, exact=False).passed
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_last_bit_of_a_coarse_output_may_differ(dtype: torch.dtype) -> None:
+    value = _random(64).to(dtype)
+    eps = torch.finfo(dtype).eps
+    assert check_output(value, (value.double() * (1 + eps)).to(dtype), exact=False).passed
+    assert not check_output(value, (value.double() * (1 + 9 * eps)).to(dtype), exact=False).passed
+
+
 def test_what_is_close_is_not_called_the_same() -> None:
     value = _random(64)
     found = check_output((value, value), (value * (1 + 1e-6), value), exact=False)

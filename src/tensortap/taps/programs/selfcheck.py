@@ -20,6 +20,7 @@ from .base import Leaves
 __all__ = ["SelfCheck", "check_leaves", "check_linear", "check_output"]
 
 _CLOSE = 1e-5  # of the largest value, where a compiler may fuse otherwise with taps
+_ROUNDINGS = 4  # of the output's dtype, which may be coarser than that
 _MOST = 1 << 31  # multiplications in float64 that a check of one layer may cost
 
 
@@ -69,7 +70,7 @@ def check_leaves(plain: Leaves, tapped: Leaves, *, exact: bool, layer: str = "")
         if left is None or right is None or left.numel() == 0:
             continue
         distance, scale = _distance(left, right)
-        limit = 0.0 if exact else _CLOSE * scale
+        limit = 0.0 if exact else max(_CLOSE, _ROUNDINGS * _eps(left)) * scale
         if distance > limit and distance - limit > worst - allowed:
             worst, allowed, where = distance, limit, leaf
         if distance >= largest:
