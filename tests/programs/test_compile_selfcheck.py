@@ -33,6 +33,34 @@ def test_linears_of_a_compiled_model_are_checked(tmp_path: Path) -> None:
     assert _checks(_model(), tmp_path / "run") == {"0": True, "2": True}
 
 
+class _Breaks(nn.Module):
+    """Looks at its values as it runs, so that its graph breaks in the middle of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.a(x)
+            x = self.b(x) * 0.5 if bool(x.sum() > 0) else x - 1
+        return x
+
+
+def test_calls_whose_graph_breaks_keep_their_numbers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = _Breaks().eval(), torch.randn(4, 4)
+    runs = []
+    for name, one in (("eager", model), ("compiled", torch.compile(model, backend="eager"))):
+        with torch.no_grad(), tap.record(one, tmp_path / name, layers="all", inputs=True) as rec:
+            rec.run(x, 5)
+        run = tap.open(tmp_path / name)
+        runs.append({(r.layer, r.port, r.call): r.tensor() for r in run.records if r.stored})
+    expected, found = runs
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
 def test_there_is_nothing_to_check_without_inputs(tmp_path: Path) -> None:
     assert _checks(_model(), tmp_path / "run", inputs=False) == {}
 

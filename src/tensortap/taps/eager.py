@@ -79,6 +79,7 @@ class EagerTap:
         self._handles: list[RemovableHandle] = []
         self._grad_handles: list[RemovableHandle] = []
         self._compiled: list[compiled.Entry] = []
+        self._given: dict[int, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
         self._checked: set[int] = set()
         self._unfinished: dict[int, int] | None = None
@@ -355,21 +356,21 @@ class EagerTap:
         if sink is None or not self._compiled:
             return
         entries, self._compiled[:] = list(self._compiled), []
-        waiting: dict[int, list[tuple[Call, list[Held]]]] = {}
-        given: dict[int, Any] = {}
         for index, port, value in entries:
             slot = self.slots[index]
+            # Where the graph breaks inside of a layer, the rest of its call comes later, from
+            # another graph or from none.
+            stack = self._places[index].pending.setdefault(get_ident(), [])
             if port == "input":
                 call = sink.begin(slot)
-                given[index] = value
+                self._given[index] = value
                 leaves = flatten_call(self._places[index].module, *value)
-                waiting.setdefault(index, []).append((call, sink.hold(slot, "input", leaves)))
+                stack.append((call, sink.hold(slot, "input", leaves)))
                 continue
-            stack = waiting.get(index)
             call, held = stack.pop() if stack else (sink.begin(slot), [])
             if self.ports.outputs:
                 held += sink.hold(slot, "output", flatten(value))
-                self._check_linear(index, given.get(index), value)
+                self._check_linear(index, self._given.pop(index, None), value)
             sink.emit(call, held)
 
     def _check_linear(self, index: int, given: Any, output: Any) -> None:
@@ -391,6 +392,7 @@ class EagerTap:
     def settle(self) -> None:
         """A step is over: forget hooks on graphs that are gone."""
         self.drain()
+        self._given.clear()
         self._grad_handles = [h for h in self._grad_handles if h.hooks_dict_ref() is not None]
         for place in self._places:
             self._finish_interrupted(place)
