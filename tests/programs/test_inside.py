@@ -422,3 +422,67 @@ def test_openvino_s_compiled_model_inside_gives_its_outputs_and_says_why(tmp_pat
     assert run.layers == ["net"]
     assert (run["net"].output.numpy() == output[0]).all()
     assert any("Hand over the openvino.Model" in note for note in run.manifest.notes)
+
+
+class Reads(nn.Module):
+    """An embedding at its head, as TorchScript holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, extra: Tensor) -> Tensor:
+        output: Tensor = self.out(self.table(ids) + extra)
+        return output
+
+
+class Host(nn.Module):
+    def __init__(self, core: Any) -> None:
+        super().__init__()
+        self.before, self.core = nn.Linear(4, 4), core
+
+    def forward(self, ids: Tensor, extra: Tensor) -> Tensor:
+        output: Tensor = self.core(ids, self.before(extra))
+        return output
+
+
+def test_a_module_that_holds_an_embedding_in_torchscript(tmp_path: Path) -> None:
+    """What the eager layer gives the part has a graph behind it; it is checked all the same."""
+    torch.manual_seed(0)
+    host = Host(torch.jit.script(Reads().eval())).eval()
+    with tap.record(host, tmp_path / "run", layers="all") as recorder:
+        output = recorder.run(torch.tensor([1, 2]), torch.randn(2, 4))
+    run = tap.open(tmp_path / "run")
+    assert run.layers == ["before", "core.table", "core.out", "core", ""]
+    assert torch.equal(run["core"].output, output)
+    checks = {(c["layer"], c["check"]): c["passed"] for c in run.manifest.self_checks}
+    assert checks[("core", "output")]
+    assert output.requires_grad
+
+
+class Asked:
+    """Says to whoever asks for an attribute what no one expects."""
+
+    def __init__(self, script: Any) -> None:
+        self.script = script
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"asked for {name}")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        output: Tensor = self.script(x)
+        return output
+
+
+def test_an_object_is_asked_for_nothing_that_it_makes_up(tmp_path: Path) -> None:
+    held = Asked(torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    with tap.record(held, tmp_path / "run", layers="all") as recorder:
+        recorder.run(torch.randn(2, 4))
+    assert "script.0" in tap.open(tmp_path / "run").layers
+
+
+def test_a_manifest_that_is_no_path_is_a_sentence(tmp_path: Path) -> None:
+    wrapped = tap.instrument(nn.Sequential(nn.Linear(4, 4)), layers="all")
+    wrapped(torch.randn(2, 4))
+    with pytest.raises(OptionError, match=r"got a Manifest. Write it first.*manifest\.save"):
+        tap.record(wrapped, tmp_path / "run", manifest=wrapped.manifest)

@@ -270,5 +270,5 @@ def _embedding(root: _Node, blocks: Sequence[_Node]) -> _Node | None:
 
 
 def _is_table(module: nn.Module) -> bool:
-    weight = module._parameters.get("weight")
+    weight = dict(module.named_parameters(recurse=False)).get("weight")  # TorchScript has no dict
     return is_leaf(module) and weight is not None and weight.dim() == 2

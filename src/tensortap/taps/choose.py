@@ -12,7 +12,7 @@ from ..errors import OptionError
 from .base import Ports, Tap, registered
 from .eager import EagerTap
 from .inside import InsideTap, find_parts
-from .programs.base import Options, Program
+from .programs.base import Options, is_program
 from .programs.kinds import kind_of, open_program
 from .programs.tap import ProgramTap
 
@@ -27,7 +27,12 @@ def choose_tap(
     for factory in registered():
         if factory.accepts(model):
             return factory(model, layers, ports, default=default)
-    if isinstance(model, Program | str | os.PathLike) or options.manifest or options.runtime:
+    if (
+        is_program(model)
+        or isinstance(model, str | os.PathLike)
+        or options.manifest
+        or options.runtime
+    ):
         if options.runtime != "eager":
             program = open_program(model, options)
             return ProgramTap(program, layers, ports, default=default, options=options)

@@ -110,6 +110,11 @@ def record(
     for name, run in (("against", against), ("floor", floor)):
         if run is not None and not isinstance(run, str | os.PathLike | reader.Recording):
             raise OptionError(f"{name} must be a recording or its path, got {run!r}.")
+    if manifest is not None and not isinstance(manifest, str | os.PathLike):
+        raise OptionError(
+            f"manifest must be the path of a manifest's file, got a {type(manifest).__name__}. "
+            "Write it first, as in wrapped.manifest.save('model.taps.json')."
+        )
     judge: Judge | None = None
     if against is not None:
         from ..comparing.streaming import Stream  # the one place where taps reach for comparing

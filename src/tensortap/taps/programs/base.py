@@ -33,6 +33,7 @@ __all__ = [
     "Provenance",
     "Run",
     "Runner",
+    "is_program",
     "loose_leaves",
 ]
 
@@ -132,6 +133,11 @@ class Program(Protocol):
         None where the object cannot be made to do so; it is then replaced where it is held.
         """
         ...
+
+
+def is_program(model: object) -> bool:
+    """Whether something is a Program; what is none is asked for nothing that it could make up."""
+    return hasattr(type(model), "tapped") and isinstance(model, Program)
 
 
 @dataclass(frozen=True)

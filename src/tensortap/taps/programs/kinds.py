@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ...errors import OptionError, TargetError
-from .base import Kind, Options, Program
+from .base import Kind, Options, Program, is_program
+from .nearby import near_files
 from .using import check_used
 
-__all__ = ["is_model_file", "kind_of", "kinds", "open_program"]
+__all__ = ["kind_of", "kinds", "open_program"]
 
 # In the order in which they are asked.
 _HOMES = (
@@ -36,11 +36,6 @@ def _load(home: str, name: str) -> Kind:
     return kind
 
 
-def is_model_file(text: str) -> bool:
-    """Whether this names a compiled model's file, by its suffix."""
-    return any(text.lower().endswith(suffix) for kind in kinds() for suffix in kind.suffixes)
-
-
 def kind_of(model: object) -> Kind | None:
     """The runtime of a live object, or None; what is merely callable is of none."""
     return next((kind for kind in kinds() if kind.name != "opaque" and kind.accepts(model)), None)
@@ -49,8 +44,9 @@ def kind_of(model: object) -> Kind | None:
 def open_program(model: Any, options: Options | None = None) -> Program:
     """The program of a compiled model: an object, or the path of its file."""
     options = options or Options()
-    if isinstance(model, Program):
-        return model
+    if is_program(model):
+        program: Program = model
+        return program
     if isinstance(model, str | os.PathLike):
         return _open_file(Path(model), options)
     kind = _forced(options) if options.runtime else kind_of(model)
@@ -72,8 +68,7 @@ def _opened(kind: Kind, model: Any, options: Options) -> Program:
 def _open_file(path: Path, options: Options) -> Program:
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "does not exist"
-        near = _near(path)
-        raise TargetError(f"The model file '{path}' {what}.{near}")
+        raise TargetError(f"The model file '{path}' {what}.{near_files(path)}")
     if options.manifest is not None or path.name.endswith(".taps.json"):
         from .opaque.program import open_with_manifest
 
@@ -109,11 +104,3 @@ def _names() -> str:
 
 def _suffixes() -> str:
     return ", ".join(dict.fromkeys(suffix for kind in kinds() for suffix in kind.suffixes))
-
-
-def _near(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    names = [item.name for item in path.parent.iterdir() if item.is_file()]
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    return f" Near: {', '.join(repr(str(path.parent / name)) for name in close)}." if close else ""

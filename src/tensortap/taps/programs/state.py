@@ -41,10 +41,11 @@ class State:
 
 
 def aligned_copies(value: Any) -> dict[int, Any]:
-    """For deepcopy: copies of the tensors that do not begin where torch's own would.
+    """For deepcopy: copies of the tensors that it would not copy as they are.
 
-    A file that is mapped into memory has its tensors anywhere. Those that share their memory with
-    others are left to deepcopy, which knows of that.
+    A file that is mapped into memory has its tensors anywhere, and not where torch's own begin;
+    what an eager layer made for a compiled one has a graph behind it, which deepcopy refuses. Those
+    that share their memory with others are left to deepcopy, which knows of that.
     """
     tensors = {id(tensor): tensor for _, tensor in flatten(value) if tensor is not None}
     return {
@@ -60,8 +61,8 @@ def _is_odd(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
         and tensor.is_contiguous()
-        and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-        and tensor.data_ptr() % _LINE != 0
+        and not (tensor.is_conj() or tensor.is_neg())
+        and (tensor.data_ptr() % _LINE != 0 or not tensor.is_leaf)
     )
 
 
@@ -82,7 +83,7 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
     room = torch.empty(size + _LINE, dtype=torch.uint8)
     start = (tensor.data_ptr() - room.data_ptr()) % _LINE
     made = room[start : start + size].view(tensor.dtype).view(tensor.shape)
-    return made.copy_(tensor)
+    return made.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
 def restore(tensor: torch.Tensor, kept: torch.Tensor) -> None:
