@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,14 @@ def check(converted: Any, sibling: Path) -> None:
     assert all(torch.equal(w, parameters[f"{name}.weight"]) for name, (w, _) in linears.items())
 
 
-def test_from_an_exported_program(exported: Path, tmp_path: Path) -> None:
+def test_from_an_exported_program(
+    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     converted = openvino.convert_model(torch.export.load(exported))
+    caplog.clear()
     check(converted, exported)
+    loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert loud == []  # OpenVINO tells of each operator that it does not decompose
     openvino.save_model(converted, tmp_path / "demo.xml", compress_to_fp16=False)
     args = MODELS["demo"]()[1]
     with tap.record(tmp_path / "demo.xml", tmp_path / "run", names_from=exported) as rec:

@@ -238,6 +238,14 @@ def saved(path: Path, **tensors: torch.Tensor) -> Path:
     return path
 
 
+def test_values_lie_in_memory_as_torch_lays_them_out(tmp_path: Path) -> None:
+    """Where they begin elsewhere, the same product may differ in its last bits."""
+    names = {"".join(chr(97 + i) for i in range(n)): torch.ones(n) for n in range(1, 9)}
+    for given in read_inputs(saved(tmp_path / "a.safetensors", **names)).values():
+        assert isinstance(given.value, torch.Tensor)
+        assert given.value.data_ptr() % 64 == 0
+
+
 class TestFitting:
     def test_what_fits(self, tmp_path: Path) -> None:
         batch, notes = fitted(saved(tmp_path / "a.safetensors", ids=IDS, mask=MASK))

@@ -18,10 +18,11 @@ from torch import nn
 from ..errors import OptionError, TargetError
 from ..taps.programs.base import Options, Program
 from ..taps.programs.kinds import kind_of, open_program
+from ..taps.programs.nearby import near_files
 from ..taps.programs.opaque.manifest import is_manifest, manifest_beside
 from .fitting import Takes, fit
 from .inputs_from import SUFFIXES as INPUT_SUFFIXES
-from .inputs_from import near_files, read_inputs
+from .inputs_from import read_inputs
 from .target import Batch, Target
 
 __all__ = ["SUFFIXES", "check_usable", "is_artefact", "load_artefact", "models_in", "with_inputs"]

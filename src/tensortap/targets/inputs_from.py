@@ -12,14 +12,13 @@ more than anybody feeds a model with, is refused before room is made for it.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
 import re
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,8 +28,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import OptionError
+from ..taps.programs.nearby import near_files
 
-__all__ = ["LARGEST", "SUFFIXES", "Given", "near_files", "read_inputs"]
+__all__ = ["LARGEST", "SUFFIXES", "Given", "read_inputs"]
 
 LARGEST = 4 << 30
 """The most bytes of tensors that one file may hold."""
@@ -94,20 +94,14 @@ def read_inputs(path: str | os.PathLike[str]) -> dict[str, Given]:
         ) from error
     if not found:
         raise OptionError(f"The --inputs-from file '{path}' holds nothing: no argument is named.")
-    return found
+    return {name: _at_home(given) for name, given in found.items()}
 
 
-def near_files(path: Path, suffixes: Iterable[str] = ()) -> str:
-    """A hint at files beside this one whose names are like its own."""
-    try:
-        names = sorted(item.name for item in path.parent.iterdir() if item.is_file())
-    except OSError:
-        return ""
-    wanted = tuple(suffixes)
-    names = [name for name in names if not wanted or name.lower().endswith(wanted)]
-    close = difflib.get_close_matches(path.name, names, n=3, cutoff=0.6)
-    shown = " or ".join(f"'{path.parent / name}'" for name in close)
-    return f" Did you mean {shown}?" if close else ""
+def _at_home(given: Given) -> Given:
+    """In memory as torch lays it out: elsewhere, products may differ in their last bits."""
+    if not isinstance(given.value, Tensor):
+        return given
+    return replace(given, value=given.value.clone())
 
 
 def _line(error: BaseException) -> str:

@@ -7,11 +7,8 @@ with `--runtime aoti` it is compiled with taps in it, and once without, to compa
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from .exported.kind import ExportProgram, open_exported
 from .exported.listen import Listening
 from .exported.tapped import example_of, exported_again
 from .opaque.program import OpaqueProgram
+from .quiet import quietly
 from .using import check_used
 
 __all__ = ["KIND", "AotiProgram"]
@@ -110,7 +108,7 @@ class AotiProgram:
         self._count += 1
         path = Path(self._folder.name) / f"{self._count}.pt2"
         try:
-            with torch.no_grad(), _quiet():
+            with torch.no_grad(), quietly():
                 again = exported_again(self.source, module, *example)
                 inductor.aoti_compile_and_package(again, package_path=str(path))
                 return _loaded(path)
@@ -169,7 +167,7 @@ def _package(path: Path) -> OpaqueProgram:
             "copy it again from where it was compiled."
         )
     try:
-        with _quiet():
+        with quietly():
             model = _loaded(path)
     except Exception as error:
         words = next((x.strip() for x in str(error).splitlines() if x.strip()), repr(error))
@@ -215,17 +213,3 @@ def _loaded(path: Path) -> Callable[..., Any]:
     inductor: Any = torch._inductor
     model: Callable[..., Any] = inductor.aoti_load_package(str(path))
     return model
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what inductor says in warnings while it compiles; failures are exceptions."""
-    logger = logging.getLogger("torch")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(before)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ....errors import OptionError, TapError
 from ..base import Options, Place, Provenance
+from ..quiet import quietly
 from .graph import Graph
 from .layers import LayerCall, Layers
 
@@ -106,7 +107,8 @@ def _exported(path: Path) -> _Sibling:
     try:
         from openvino.frontend.pytorch.fx_decoder import TorchFXPythonDecoder
 
-        decoder: Any = TorchFXPythonDecoder.from_exported_program(exported)
+        with quietly():  # it tells of every operator that it need not decompose
+            decoder: Any = TorchFXPythonDecoder.from_exported_program(exported)
         module = decoder.pt_module
     except (ImportError, AttributeError, RuntimeError) as error:
         raise TapError(
