@@ -376,7 +376,7 @@ def test_files_are_told_apart(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pt2"
     with zipfile.ZipFile(empty, "w") as archive:
         archive.writestr("a.txt", "a")
-    with pytest.raises(TargetError, match="holds no exported program"):
+    with pytest.raises(TargetError, match=r"holds no exported program.*--runtime torchscript"):
         open_exported(empty, Options())
     broken = tmp_path / "broken.pt2"
     with zipfile.ZipFile(broken, "w") as archive:

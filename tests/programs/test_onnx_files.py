@@ -95,6 +95,7 @@ def attacks(secret: Path) -> dict[str, Any]:
         "a drive": model_of(weights=[outside("C:\\secret.bin")]),
         "a link": model_of(weights=[outside("link.bin")]),
         "a linked folder": model_of(weights=[outside("linked/secret.bin")]),
+        "a hard link": model_of(weights=[outside("hard.bin")]),
         "an attribute": model_of([constant, product], []),
         "a branch": model_of([fork], [flag]),
         "a sparse weight": model_of(sparse_initializer=[sparse]),
@@ -112,6 +113,7 @@ def test_files_outside_the_folder_are_refused(name: str, tmp_path: Path) -> None
     path = save(attacks(secret)[name], folder)
     (folder / "link.bin").symlink_to(secret)
     (folder / "linked").symlink_to(tmp_path)
+    (folder / "hard.bin").hardlink_to(secret)
     (folder / "sub").mkdir()
     with pytest.raises(TargetError) as caught:
         opened(path)
@@ -119,7 +121,7 @@ def test_files_outside_the_folder_are_refused(name: str, tmp_path: Path) -> None
     assert "lies in" in told
     assert any(
         reason in told
-        for reason in ("folder: the file is not read", "is not there", "without a name")
+        for reason in ("file is not read", "is not there", "without a name", "hard links")
     ), told
 
 

@@ -47,7 +47,7 @@ def test_a_file_is_known_by_what_is_in_it(small: nn.Module, tmp_path: Path) -> N
     torch.jit.save(torch.jit.script(small), script)
     torch.save(small.state_dict(), weights)
     assert KIND.recognises(script) and not KIND.recognises(weights)
-    with pytest.raises(TargetError, match=r"holds weights .torch.save., not a model"):
+    with pytest.raises(TargetError, match=r"is what torch\.save writes: weights, or"):
         KIND.program(weights, Options())
 
 
@@ -57,7 +57,7 @@ def test_nothing_is_unpickled_to_find_out(tmp_path: Path) -> None:
     with zipfile.ZipFile(evil, "w") as archive:
         archive.writestr("evil/data.pkl", f"cos\nsystem\n(S'touch {mark}'\ntR.".encode())
     assert not KIND.recognises(evil)
-    with pytest.raises(TargetError, match="holds weights"):
+    with pytest.raises(TargetError, match="which is not loaded since that would run code"):
         KIND.program(evil, Options())
     assert not mark.exists()
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
     other = tmp_path / "other.pt"
     with zipfile.ZipFile(other, "w") as archive:
         archive.writestr("readme.txt", b"hello")
-    with pytest.raises(TargetError, match="it has no code"):
+    with pytest.raises(TargetError, match=r"it has no code.*--runtime export.*torch.jit.save"):
         KIND.program(other, Options())
 
 

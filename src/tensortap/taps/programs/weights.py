@@ -53,19 +53,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _safetensors(path: Path, files: list[Path]) -> Checkpoint:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
     homes: dict[str, tuple[Path, str]] = {}
-    try:
-        for file in files:
-            with safe_open(str(file), framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118
-                    name = _cleaned(key)
-                    shapes[name] = tuple(opened.get_slice(key).get_shape())
-                    homes[name] = (file, key)
-    except (SafetensorError, OSError) as error:
-        raise OptionError(f"The checkpoint '{path}' cannot be read: {error}.") from error
+    for file in files:
+        for key, shape in _shapes(file).items():
+            shapes[_cleaned(key)] = shape
+            homes[_cleaned(key)] = (file, key)
 
     def read(name: str) -> torch.Tensor:
         file, key = homes[name]
@@ -76,6 +71,19 @@ def _safetensors(path: Path, files: list[Path]) -> Checkpoint:
     return Checkpoint(path, shapes, read)
 
 
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            keys: list[str] = list(opened.keys())
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
+    except (SafetensorError, OSError) as error:
+        raise OptionError(
+            f"The checkpoint '{file}' is damaged, or no .safetensors file: {error}."
+        ) from error
+
+
 def _pickled(path: Path) -> Checkpoint:
     """Tensors alone are loaded: a file that would run code is refused by torch."""
     try:
@@ -84,10 +92,12 @@ def _pickled(path: Path) -> Checkpoint:
         except RuntimeError:  # a file of before torch 1.6 cannot be mapped
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever torch says of a file that is no checkpoint
-        first = str(error).strip().split("\n", 1)[0][:200]
+        why = "it is damaged, or no checkpoint of torch"
+        if type(error).__name__ == "UnpicklingError":
+            why = "it holds more than tensors, or none, and loading that could run code"
         raise OptionError(
-            f"The checkpoint '{path}' cannot be read as weights alone: {first} Save the model's "
-            "state_dict() with safetensors, and name that file."
+            f"The checkpoint '{path}' is not read: {why}. Save the model's state_dict() with "
+            "safetensors, and name that file."
         ) from error
     tensors = _tensors(loaded)
     if not tensors:

@@ -77,11 +77,13 @@ def load_exported(path: Path) -> Any:
         )
     if not holds_export(path):
         what = (
-            "is a package of AOTInductor, whose code holds no layers; open it with --runtime aoti"
+            "is a package of AOTInductor, whose code holds no layers; open it with --runtime aoti."
             if holds_aoti(path)
-            else "is a zip file, but holds no exported program (models/*.json)"
+            else "is a zip file, but holds no exported program (models/*.json). If it is "
+            "TorchScript, open it with --runtime torchscript; else write the program again with "
+            "torch.export.save."
         )
-        raise TargetError(f"'{path}' {what}.")
+        raise TargetError(f"'{path}' {what}")
     _register(path)
     try:
         with _quiet() as said, _no_code(), torch.serialization.safe_globals(_caches(path)):

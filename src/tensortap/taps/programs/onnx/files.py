@@ -206,7 +206,13 @@ def _size_of(location: str, what: str, loaded: Loaded) -> int:
         raise TargetError(
             f"{where}, which is not there. Put the file beside the model, in '{folder}'."
         )
-    return path.stat().st_size
+    found = path.stat()
+    if found.st_nlink > 1:
+        raise TargetError(
+            f"{where}, a file with {found.st_nlink} names (hard links), which may be one from "
+            "outside the model's folder: it is not read. Put a copy of it in its place."
+        )
+    return found.st_size
 
 
 def _number(entries: Mapping[str, str], key: str, what: str) -> int | None:

@@ -107,11 +107,15 @@ def _read(path: Path) -> _Reader:
     except OSError as error:
         raise TargetError(f"Cannot read '{path}': {error.strerror or error}.") from error
     except expat.ExpatError as error:
-        raise TargetError(f"'{path}' is no well-formed XML: {error}.") from error
+        raise TargetError(
+            f"'{path}' is no well-formed XML ({error}): it was cut off, or is no OpenVINO model. "
+            "Copy it again, or write it again with openvino.save_model."
+        ) from error
     except _Refused as why:
         raise TargetError(f"'{path}' is not read: {why}.") from None
     if reader.root != "net":
         raise TargetError(
-            f"'{path}' is no OpenVINO model: its root element is <{reader.root}>, expected <net>."
+            f"'{path}' is no OpenVINO model: its root element is <{reader.root}>, expected <net>. "
+            "Write one with openvino.save_model."
         )
     return reader

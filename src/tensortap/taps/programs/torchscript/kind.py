@@ -132,11 +132,15 @@ def _what_it_is(path: Path, members: list[str] | None) -> str:
     inner = [name.partition("/")[2] for name in members]
     if "data.pkl" in inner:
         return (
-            f"'{path}' holds weights (torch.save), not a model: there is nothing to run in it. "
-            "Name a function that builds the model, as in model.py:build, or save the model itself "
-            "with torch.jit.save or torch.export.save."
+            f"'{path}' is what torch.save writes: weights, or a pickled module, which is not "
+            "loaded since that would run code. Name a function that builds the model, as in "
+            "model.py:build, or save the model with torch.jit.save or torch.export.save."
         )
-    return f"'{path}' is no TorchScript file: it has no code in it."
+    return (
+        f"'{path}' is no TorchScript file: it has no code in it. If torch.export.save wrote it, "
+        "open it with --runtime export, or with --runtime aoti if AOTInductor did; else save the "
+        "model again with torch.jit.save."
+    )
 
 
 def _reason(error: BaseException) -> str:
