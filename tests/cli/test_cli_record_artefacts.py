@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -274,6 +275,24 @@ def test_mistakes(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["traced.pt", "model.pt2", "model.onnx"])
+def test_a_run_that_fails_says_why_and_leaves_nothing_behind(
+    run: Run, folder: Path, made, tmp_path: Path, name: str
+) -> None:
+    far = {"input_ids": torch.full((2, 5), 999), "mask": torch.ones(2, 5)}
+    save_file(far, folder / "far.safetensors")
+    words = ["record", made(name), "--inputs-from", folder / "far.safetensors", "-o"]
+    failed = run(*words, tmp_path / "out")
+    assert failed.code == 2
+    assert re.search(r"out of range|out of bounds|out of data bounds", failed.err), failed.err
+    assert "is kept" not in failed.err
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").touch()
+    assert run(*words, tmp_path / "out").code == 2
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
 @pytest.mark.parametrize("verb", [["blame", "{e}"], ["replay", "{e}", "norm"]])
 def test_single_layers_need_the_eager_model(
     run: Run, made, eager: Path, folder: Path, verb: list[str]
@@ -357,7 +376,7 @@ class TestSelfCheck:
         assert "--accept-inferred" in rows["guess"]["lost"]
         assert rows["inner"]["lost"] is None and rows[""]["provenance"] == "hook"
         text = run("record", target, "--plan", "-l", "all")
-        assert "2 layers, and 2 layers of which nothing is left" in text.out
+        assert "2 layers, 1 more whose name would be a guess, 1 layer of which nothing" in text.out
         words = ("record", target, "-o", tmp_path / "run", "-l", "all", "--accept-inferred")
         assert run(*words).code == 1
         assert open_recording(tmp_path / "run").layers == ["inner", "guess", ""]

@@ -208,3 +208,17 @@ def test_a_model_without_names_gives_its_outputs(tmp_path: Path) -> None:
     with tap.record(program, tmp_path / "run") as rec:
         output = rec.run(x)
     assert torch.equal(tap.open(tmp_path / "run")[""].output, output)
+
+
+def test_what_fails_is_raised_and_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    table = numpy_helper.from_array(np.zeros((4, 2), np.float32), "table")
+    node = helper.make_node("Gather", ["table", "ids"], ["y"], "/look/Gather")
+    ids = helper.make_tensor_value_info("ids", TensorProto.INT64, [1])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2])
+    graph = helper.make_graph([node], "g", [ids], [y], [table])
+    opset = [helper.make_opsetid("", 20)]
+    program = opened(helper.make_model(graph, opset_imports=opset, ir_version=10))
+    capfd.readouterr()
+    with pytest.raises(Exception, match="out of data bounds"):
+        program.plain((torch.tensor([99]),), {})
+    assert "onnxruntime" not in capfd.readouterr().err  # it would be red, colours or not

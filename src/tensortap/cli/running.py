@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,7 +120,7 @@ def run_target(
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TapWarning)  # a failure is said once, as the exit's reason
-        with torch.set_grad_enabled(settings.grads), recorder:
+        with _no_empty_folder(recorder), torch.set_grad_enabled(settings.grads), recorder:
             for index, batch in enumerate(target.batches):
                 progress(index, len(target.batches))
                 _run(recorder, target, batch, settings, index)
@@ -135,6 +136,27 @@ def run_target(
     seconds = time.monotonic() - start
     compared = None if settings.against is None else recorder.comparison
     return Outcome(recording, seconds, recorder.tally.seen, recorder.tally.kept, compared)
+
+
+@contextlib.contextmanager
+def _no_empty_folder(recorder: Recorder) -> Iterator[None]:
+    """A run that fails before anything is recorded leaves no recording behind."""
+    try:
+        yield
+    except Exception:
+        from ..recording.store import open_store
+        from ..recording.writer import discard
+        from ..taps.describe import rank
+
+        if not _heard(recorder) and rank() == 0:
+            with contextlib.suppress(OSError, TapError):
+                discard(open_store(recorder.path))
+        raise
+
+
+def _heard(recorder: Recorder) -> bool:
+    """Whether anything was recorded so far."""
+    return any(slot.seen for slot in recorder.tap.slots)
 
 
 def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, index: int) -> None:
@@ -153,7 +175,7 @@ def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, i
     except TapError:
         raise
     except Exception as error:  # whatever a user's model raises
-        raise model_failed(error, index, kept=True) from error
+        raise model_failed(error, index, kept=_heard(recorder)) from error
 
 
 def _backward(output: Any) -> None:

@@ -8,6 +8,7 @@ the disk; a remote one is read by ranges.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
@@ -38,6 +39,7 @@ class Store(Protocol):
     def sync(self, names: list[str]) -> None: ...
     def remove(self, name: str) -> None: ...
     def make(self) -> None: ...
+    def drop(self) -> None: ...
 
 
 def open_store(path: str | os.PathLike[str]) -> Store:
@@ -63,6 +65,11 @@ class LocalStore:
             raise RecordingError(
                 f"Cannot create the folder {self.url}: {error.strerror}. Choose another place."
             ) from None
+
+    def drop(self) -> None:
+        """Remove the folder, if nothing is in it."""
+        with contextlib.suppress(OSError):
+            self.root.rmdir()
 
     def names(self) -> list[str]:
         return sorted(p.name for p in self.root.iterdir()) if self.root.is_dir() else []
@@ -134,6 +141,9 @@ class RemoteStore:
 
     def make(self) -> None:
         self._fs.makedirs(self._root, exist_ok=True)
+
+    def drop(self) -> None:
+        """A folder that is empty is none, where most files lie remotely."""
 
     def names(self) -> list[str]:
         if not self._fs.isdir(self._root):

@@ -39,7 +39,7 @@ from .schema import COMPARISON, LIVE, MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Spool
 from .store import Store, open_store
 
-__all__ = ["Writer", "now", "prepare"]
+__all__ = ["Writer", "discard", "now", "prepare"]
 
 _CHUNK = 4 << 20  # small tensors share a buffer of this size
 _LARGE = 1 << 20  # from here on a tensor is handed over at once
@@ -66,6 +66,12 @@ def prepare(store: Store, *, overwrite: bool) -> None:
     if old:
         store.remove(COMPARISON)
         store.remove(LIVE)
+
+
+def discard(store: Store) -> None:
+    """Take away a recording that holds nothing, and its folder, if nothing else is in it."""
+    prepare(store, overwrite=True)
+    store.drop()
 
 
 def _is_segment(name: str) -> bool:

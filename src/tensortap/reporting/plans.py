@@ -54,7 +54,7 @@ class TargetPlan:
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """The selected layers of a compiled model of which nothing is left."""
+        """The selected layers of a compiled model that are not recorded."""
         lost = [r.layer for r in self.rows if isinstance(r, CompiledRow) and r.lost is not None]
         return tuple(dict.fromkeys(lost))
 
@@ -76,10 +76,15 @@ class TargetPlan:
 
     def _compiled_sentence(self) -> str:
         """How many layers: how large they are, a compiled model shows only when it runs."""
-        lost = len(self.lost)
-        layers = text.plural(len({row.layer for row in self.rows}) - lost, "layer")
-        without = f", and {text.plural(lost, 'layer')} of which nothing is left" if lost else ""
-        return f"{layers}{without}; sizes are not known without running"
+        from ..taps.programs.tap import REFUSED
+
+        refused = len({r.layer for r in self.rows if getattr(r, "lost", None) == REFUSED})
+        gone = len(self.lost) - refused
+        layers = text.plural(len({row.layer for row in self.rows}) - len(self.lost), "layer")
+        guesses = f", {refused} more whose name would be a guess"
+        without = f", {text.plural(gone, 'layer')} of which nothing is left"
+        told = f"{layers}{guesses if refused else ''}{without if gone else ''}"
+        return f"{told}; sizes are not known without running"
 
     def to_dict(self, keep: str) -> dict[str, Any]:
         known = not any(isinstance(row, CompiledRow) for row in self.rows)

@@ -38,7 +38,7 @@ def open_session(
     """
     _, runtime = require()
     options = runtime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # an error is raised, and need not be logged as well
     options.intra_op_num_threads = torch.get_num_threads()
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     providers = [name for name in providers if name in runtime.get_available_providers()]
