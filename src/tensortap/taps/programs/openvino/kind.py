@@ -125,7 +125,7 @@ class OpenVINOProgram:
             "dtypes": dtypes,
             "runtime": self.runtime,
             "openvino": openvino.__version__,
-            "device": "CPU",
+            "device": "cpu",
             "precision": "f32",
         }
         if self._file is not None:
