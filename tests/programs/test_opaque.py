@@ -185,6 +185,27 @@ def test_a_tap_of_another_rank_or_kind_is_refused(
         program.plain((ids,), {})
 
 
+@pytest.mark.parametrize("more", [1, 3])
+def test_taps_in_another_order_are_refused_where_their_shapes_tell(
+    more: int, net, ids, manifest_file
+) -> None:
+    wrapped = instrument(net, "all")
+    order: list[int] = []
+
+    def call(ids: Tensor) -> Any:
+        output, taps = wrapped(ids)
+        return output, tuple(taps[index] for index in order or range(len(taps)))
+
+    program = KIND.program(Box(call), Options(manifest=manifest_file))
+    given = (ids.repeat(more, 1),)  # another batch than the manifest was written with
+    assert program.tapped(["blocks.0"], inputs=False, linears=[])(given, {}).calls
+    shapes = [entry.shape for entry in Manifest.load(manifest_file).entries]
+    first = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
+    order[:] = [first, *range(1, first), 0, *range(first + 1, len(shapes))]
+    with pytest.raises(TargetError, match="in another order than this manifest"):
+        program.plain(given, {})
+
+
 def test_a_narrower_number_is_still_the_same_tap(net, ids, manifest_file) -> None:
     wrapped = instrument(net, "all")
 

@@ -275,6 +275,8 @@ class _Reader:
         value = data.get(key)
         if not isinstance(value, str) or len(value) > _LONGEST:
             raise self.wrong(f"{key!r} is {_short(value)}, expected text")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise self.wrong(f"{key!r} is {_short(value)}, which UTF-8 has no bytes for")
         return value
 
     def number(self, data: Mapping[str, Any], key: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import make_dataclass
 from keyword import iskeyword
@@ -90,6 +91,32 @@ def check_taps(taps: Sequence[torch.Tensor], entries: Sequence[Entry], where: st
                 f"{len(entry.shape)} dimensions. Use the manifest that was written with the "
                 "artefact."
             )
+    _check_order(taps, entries, where)
+
+
+def _check_order(taps: Sequence[torch.Tensor], entries: Sequence[Entry], where: str) -> None:
+    """Refuse taps whose shapes are those of the manifest, but stand at other places.
+
+    A batch may be larger than the one that was compiled: what most sizes became is taken for what
+    they all became, and only if all shapes are then there, in another order, is it another order.
+    """
+    votes: dict[int, Counter[int]] = {}
+    for tap, entry in zip(taps, entries, strict=True):
+        for size, now in zip(entry.shape, tap.shape, strict=True):
+            if size is not None:
+                votes.setdefault(size, Counter())[now] += 1
+    became = {size: counted.most_common(1)[0][0] for size, counted in votes.items()}
+    if any(size is None for entry in entries for size in entry.shape):
+        return
+    expected = [tuple(became[size or 0] for size in entry.shape) for entry in entries]
+    found = [tuple(tap.shape) for tap in taps]
+    if found != expected and sorted(found) == sorted(expected):
+        wrong = next(i for i, shape in enumerate(found) if shape != expected[i])
+        raise TargetError(
+            f"{where} returns its taps in another order than this manifest has them: for the layer "
+            f"'{entries[wrong].layer}' it returned {found[wrong]}, expected {expected[wrong]}. Use "
+            "the manifest that was written with the artefact."
+        )
 
 
 def _kind(dtype: torch.dtype) -> str:
