@@ -4,6 +4,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tensortap as tap
-from tensortap.errors import TargetError
+from tensortap.errors import RecordingError, TargetError
 from tensortap.taps.programs.base import Kind, Options, Program
 from tensortap.taps.programs.torchscript.kind import KIND
 from tensortap.taps.programs.torchscript.program import ScriptProgram
@@ -229,3 +230,41 @@ def test_a_diversion_within_another_ends_with_the_outer_one(small: nn.Module) ->
     assert script(1) == "outer"
     undo()
     assert isinstance(script(torch.ones(1, 4)), Tensor)
+
+
+def test_a_model_goes_to_one_recording_at_a_time(small: nn.Module, tmp_path: Path) -> None:
+    """Each would run it with taps of its own, and only one of them be heard."""
+    script, x = torch.jit.script(small), torch.ones(1, 4)
+    with tap.record(script, tmp_path / "outer", layers="one"):
+        inner = tap.record(script, tmp_path / "inner", layers="two")
+        with pytest.raises(RecordingError, match="is being recorded already"):
+            inner.__enter__()
+        script(x)
+    assert tap.open(tmp_path / "outer").layers == ["one"]
+    with tap.record(script, tmp_path / "next", layers="two"):
+        script(x)
+    assert tap.open(tmp_path / "next").layers == ["two"]
+
+
+def test_calls_of_several_threads_keep_together(small: nn.Module, tmp_path: Path) -> None:
+    script = torch.jit.script(small)
+    given = [torch.full((1, 4), float(number)) for number in range(4)]
+
+    def call(x: Tensor) -> None:
+        for _ in range(10):
+            script(x)
+
+    with tap.record(script, tmp_path / "run", layers="all"):
+        threads = [Thread(target=call, args=(x,)) for x in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    run = tap.open(tmp_path / "run")
+    calls: dict[int, dict[str, Tensor]] = {}
+    for record in run.records:
+        calls.setdefault(record.call, {})[record.layer] = record.tensor()
+    assert len(calls) == 40
+    for values in calls.values():
+        assert torch.allclose(small.two(values["act"]), values["two"])  # type: ignore[operator]
+        assert torch.equal(values["two"], values[""])

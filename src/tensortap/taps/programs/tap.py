@@ -9,8 +9,10 @@ and whether the tapped model is still the model.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,6 +34,9 @@ __all__ = ["REFUSED", "ProgramTap", "joined"]
 
 REFUSED = "its name would be a guess; --accept-inferred records it"
 _LINEARS = 1 << 28  # weights of all linears together, up to which all are checked
+
+
+Linears = Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class ProgramTap:
         self._runner: Runner | None = None
         self._undo: Callable[[], None] | None = None
         self._seen_shapes: set[Any] = set()
+        self._pouring = Lock()
 
     # Choosing.
 
@@ -257,10 +263,9 @@ class ProgramTap:
         known = self._linears()
         twin = self._twin(args, kwargs)
         run = self._tapped(list(known))(args, kwargs)
-        self._pour(run, given)
         check = None if twin is None else self._check_output(twin, run.output)
         checks = [] if check is None else [check]
-        checks += self._check_linears(run, known)
+        checks += self._pour(run, given, known)
         failed = [check for check in checks if not check.passed]
         self._checks += checks
         for check in failed[:3]:
@@ -317,7 +322,7 @@ class ProgramTap:
         )
         return None
 
-    def _linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    def _linears(self) -> Linears:
         """The linear layers to check: all, or of a large model those that were selected."""
         known = dict(self.program.linears())
         size = sum(weight.numel() for weight, _ in known.values())
@@ -325,21 +330,15 @@ class ProgramTap:
             known = {name: pair for name, pair in known.items() if name in self._slots}
         return known
 
-    def _check_linears(
-        self, run: Run, known: Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]
-    ) -> list[SelfCheck]:
-        found: dict[str, SelfCheck] = {}
-        for call in run.calls:
-            output = call.outputs[0][1] if call.outputs else None
-            if call.layer not in known or call.operand is None or output is None:
-                continue
-            weight, bias = known[call.layer]
-            name = joined(self.prefix, call.layer)
-            with unseen(), torch.no_grad():
-                check = check_linear(name, weight, bias, call.operand, output)
-            if check is not None and (name not in found or found[name].passed):
-                found[name] = check
-        return list(found.values())
+    def _check_linear(self, call: HeardCall, known: Linears, found: dict[str, SelfCheck]) -> None:
+        output = call.outputs[0][1] if call.outputs else None
+        if call.layer not in known or call.operand is None or output is None:
+            return
+        weight, bias = known[call.layer]
+        name = joined(self.prefix, call.layer)
+        check = check_linear(name, weight, bias, call.operand, output)
+        if check is not None and (name not in found or found[name].passed):
+            found[name] = check
 
     def _note(self, text: str) -> None:
         if text not in self.notes:
@@ -347,22 +346,35 @@ class ProgramTap:
 
     # Pouring out.
 
-    def _pour(self, run: Run, given: Leaves) -> None:
+    def _pour(self, run: Run, given: Leaves, known: Linears | None = None) -> list[SelfCheck]:
+        """Write what was heard, and check the linear layers on the way.
+
+        A call that was written is let go at once, so that not all are in memory until the last is.
+        Runs of several threads are written one after the other, each with calls of one number.
+        """
         sink = self._sink
         if sink is None:
-            return
+            return []
+        found: dict[str, SelfCheck] = {}
+        calls = deque(run.calls)
+        if isinstance(run.calls, list):
+            run.calls.clear()
         try:
-            with unseen(), torch.no_grad():
-                for call in run.calls:
+            with self._pouring, unseen(), torch.no_grad():
+                while calls:
+                    call = calls.popleft()
                     slot = self._slots.get(call.layer)
                     if slot is not None and call.layer not in self._lost:
                         self._write(sink, slot, call)
+                    self._check_linear(call, known or {}, found)
+                    del call
                 if "" in self._slots:
                     root = HeardCall("", flatten(run.output), given)
                     self._write(sink, self._slots[""], root)
         except Exception as error:  # the model must not notice
             self._sink = None
             self._on_failure(error)
+        return list(found.values())
 
     def _write(self, sink: Sink, slot: Slot, heard: HeardCall) -> None:
         call = sink.begin(slot)

@@ -22,6 +22,7 @@ from torch import fx
 from ....errors import OptionError, TargetError
 from ....recording.dtypes import dtype_name
 from ..base import Argument, HeardCall, Options, Place, Run, Runner
+from ..diverting import divert_forward
 from .arguments import Binder
 from .branches import branch_plans
 from .files import holds_export, load_exported
@@ -191,20 +192,7 @@ class ExportProgram:
         live = self._live
         if live is None:  # an ExportedProgram cannot be called
             return None
-        missing = object()
-        before = live.__dict__.get("forward", missing)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return call(args, kwargs)
-
-        def undo() -> None:
-            if before is missing:
-                live.__dict__.pop("forward", None)
-            else:
-                live.__dict__["forward"] = before
-
-        live.__dict__["forward"] = forward
-        return undo
+        return divert_forward(live.__dict__, call)
 
 
 def open_exported(model: Any, options: Options) -> ExportProgram:

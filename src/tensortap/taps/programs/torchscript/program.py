@@ -12,6 +12,7 @@ from ....errors import TargetError
 from ....recording.dtypes import dtype_name
 from ...leaves import flatten
 from ..base import Argument, HeardCall, Leaves, Place, Run, loose_leaves
+from ..diverting import divert_forward
 from .arguments import arguments_of, bound
 from .graphs import Linear
 from .state import state_of
@@ -132,18 +133,7 @@ def the_call(
     """Let calls of a ScriptModule come to `call`: what stands in the instance is found first."""
     if not isinstance(module, torch.nn.Module):
         return None
-    own = vars(module)
-    missing = object()
-    before = own.get("forward", missing)
-    own["forward"] = lambda *args, **kwargs: call(args, kwargs)
-
-    def undo() -> None:
-        if before is missing:
-            own.pop("forward", None)
-        else:
-            own["forward"] = before
-
-    return undo
+    return divert_forward(vars(module), call)
 
 
 def described(
