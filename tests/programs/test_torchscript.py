@@ -552,3 +552,36 @@ def test_a_layer_one_call_of_which_is_not_heard_is_gone(kind: type[nn.Module]) -
     places = {place.name: place for place in program.places}
     assert places["a"].gone is not None
     assert places["b"].gone is None
+
+
+class Leaves(nn.Module):
+    """Leaves a value in an attribute, which is read, and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.a(x) * 2
+        return self.b(self.last)
+
+
+class ReadsWhatIsLeft(nn.Module):
+    def __init__(self, ignored: bool) -> None:
+        super().__init__()
+        self.ignored = ignored
+        self.side, self.c = Leaves(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.side(x)
+        z = self.c(self.side.last)
+        return z if self.ignored else z + y
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_what_a_layer_leaves_in_an_attribute_is_not_what_it_returns(ignored: bool) -> None:
+    model, x = ReadsWhatIsLeft(ignored).eval(), torch.randn(2, 4)
+    script = torch.jit.trace(model, (x,), check_trace=False)
+    places = {place.name: place for place in ScriptProgram(reloaded(script)).places}
+    assert places["side"].provenance == ("inferred" if ignored else "scope")
+    assert places["side.a"].gone is None and places["c"].gone is None

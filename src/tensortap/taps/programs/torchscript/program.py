@@ -11,7 +11,7 @@ import torch
 from ....errors import TargetError
 from ....recording.dtypes import dtype_name
 from ...leaves import flatten
-from ..base import Argument, HeardCall, Leaves, Place, Run, loose_leaves
+from ..base import Argument, HeardCall, Leaves, Place, Provenance, Run, loose_leaves
 from ..diverting import divert_forward
 from .arguments import arguments_of, bound
 from .graphs import Linear
@@ -247,7 +247,8 @@ def _places(tree: Tree, learnt: Surgeon) -> list[Place]:
             found.append(Place("", node.type, "hook"))
         else:
             gone = None if name in heard else learnt.lost.get(name, UNUSED)
-            found.append(Place(name, node.type, gone=learnt.missed.get(name, gone)))
+            known: Provenance = "inferred" if name in learnt.doubted else "scope"
+            found.append(Place(name, node.type, known, gone=learnt.missed.get(name, gone)))
     return found
 
 

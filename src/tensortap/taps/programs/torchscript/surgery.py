@@ -32,6 +32,7 @@ from .graphs import (
     links,
     nodes_of,
     only_passes,
+    origin,
     product,
 )
 from .tree import Node, Tree
@@ -92,6 +93,7 @@ class Surgeon:
     finished: list[Node] = field(default_factory=list)  # calls in the order in which they end
     lost: dict[str, str] = field(default_factory=dict)  # layers that return nothing to copy
     missed: dict[str, str] = field(default_factory=dict)  # layers of which a call is not heard
+    doubted: set[str] = field(default_factory=set)  # layers that may have returned something else
     traced: dict[str, bool] = field(default_factory=dict)  # paths that have calls
     found: dict[str, Linear | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -126,6 +128,8 @@ class Surgeon:
             {inputs[index].unique(): weight for index, weight in given.weights.items()},
             {inputs[index].unique(): module for index, module in given.modules.items()},
         )
+        if layer is not None and traced and _is_doubtful(graph, owner):
+            self.doubted.add(layer.name)
         for call in list(nodes_of(graph)):
             if call.kind() == "prim::CallMethod":
                 self._inline(graph, call, owner, taps)
@@ -269,6 +273,22 @@ class Surgeon:
     def _note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
+
+
+def _is_doubtful(graph: Any, owner: Owner) -> bool:
+    """Whether something with weights ran behind what a traced call seems to return.
+
+    A trace returns what others read. If nobody reads what a layer returned, but somebody what it
+    left in an attribute, that is all there is, and looks the same.
+    """
+    values = elements(next(iter(graph.outputs())))
+    last = origin(values[by_age(graph, values)[0]]).node()
+    for call in graph.findAllNodes("prim::CallMethod"):
+        if call.output().type().kind() == "NoneType" and last.isBefore(call):
+            target = owner.module(call.inputsAt(0))
+            if target is not None and any(node.parameters() for node in target.walk()):
+                return True
+    return False
 
 
 def _given(arguments: list[Any], owner: Owner) -> _Given:
