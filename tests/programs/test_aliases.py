@@ -143,3 +143,44 @@ def test_joined_calls_are_numbered_as_they_ran() -> None:
         ("c", 0): ("c", 0),
         ("c", 1): ("c", 1),
     }
+
+
+class Group(nn.Module):
+    """As ALBERT: a layer with parts, called several times in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList([nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.groups[0](x)
+        return x + 1
+
+
+@pytest.mark.parametrize("dynamo", [True, False], ids=["dynamo", "torchscript"])
+@pytest.mark.parametrize("kind", [*MODELS, Group], ids=lambda kind: kind.__name__)
+def test_onnx_calls_are_numbered_as_eager(
+    kind: type[nn.Module], dynamo: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from programs.onnx_support import export
+    from tensortap.taps.programs.onnx.kind import KIND
+
+    torch.manual_seed(0)
+    model, args = kind().eval(), (MODELS.get(kind, torch.randn(3, 8)),)
+    _, eager = eager_calls(model, args)
+    file = export(model, args, tmp_path / "m.onnx", "dynamo" if dynamo else "torchscript")
+    program = KIND.program(file, Options())
+    found = told(program, args, eager, exact=False)
+    inferred = {p.name for p in program.places if p.provenance == "inferred"}
+    if kind is Several:
+        assert "first" in inferred and found["b"] == found["b.1"] == [0]
+    if kind is Activations:
+        assert ("act" in inferred) == dynamo and found.get("act", [0]) == [0]
+        assert found["layers.0.fc"] == [0]
+    if kind is Blocks:
+        assert found["emb"] == found["x.0"][:1] == [0]
+    if kind is Group:
+        assert "groups.0" in inferred and found["groups.0.0.0"] == [0, 1, 2]

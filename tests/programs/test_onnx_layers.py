@@ -127,7 +127,8 @@ def test_what_is_folded_is_gone_and_never_another_value(tmp_path: Path) -> None:
     seen = {}
     for style in STYLES:
         program = opened(export(model, (x,), tmp_path / f"{style}.onnx", style))
-        assert_right(heard(program, x), expected)
+        alone = ("relu",) if style == "torchscript" else ()
+        assert_right(heard(program, x), expected, first_alone=alone)
         seen[style] = program
     assert set(sure(seen["dynamo-plain"])) == set(expected)
     gone = {place.name: place.gone for place in seen["dynamo"].places if place.gone}

@@ -179,7 +179,8 @@ def test_convolutions(style: str, way: str, tmp_path: Path) -> None:
     expected = eager(model, x)
     for options in ({}, {"names_from": path}):
         for layer, calls in heard(opened(made, **options), x).items():
-            for call, tensors in zip(calls, expected[layer], strict=True):
+            alone = layer == "relu" and len(calls) == 1  # of which only the first call is sure
+            for call, tensors in zip(calls, expected[layer], strict=not alone):
                 assert distance(call.outputs[0][1], tensors[0]) < 0.15, (layer, options)
 
 

@@ -47,11 +47,16 @@ Earlier = Callable[[str, str], bool]
 
 
 def find_aliases(
-    modules: Mapping[str, Module], calls: Sequence[ModuleCall], earlier: Earlier
+    modules: Mapping[str, Module],
+    calls: Sequence[ModuleCall],
+    earlier: Earlier,
+    *,
+    join: bool = True,
 ) -> Aliases:
     """What the names of a graph are; `modules` in the model's order, `calls` in order of running.
 
     The calls may have repetitions: they are what the nodes of the graph stand in, one by one.
+    Without `join`, names of the same tensors stay apart: there, equal tensors may be two.
     """
     found = Aliases()
     by_object: dict[str, str] = {}
@@ -63,7 +68,9 @@ def find_aliases(
         first = found.first.get(above)
         if first is None:
             known = [by_object[name] for name in module.objects if name in by_object]
-            known += [name for name in by_tensors[module.tensors] if _same(modules[name], module)]
+            if join:
+                known += [n for n in by_tensors[module.tensors] if _same(modules[n], module)]
+            known = [name for name in known if not path.startswith(f"{name}.")]
             first = known[0] if known else None
         else:
             first = f"{first}.{own}"
@@ -78,7 +85,7 @@ def find_aliases(
         if _one_object([modules[path] for path in group]):
             continue
         for path in group:
-            others = [name for name in group if name != path and earlier(path, name)]
+            others = [name for name in group if not _within(name, path) and earlier(path, name)]
             if modules[path].type.startswith("Dropout"):
                 others = [name for name in others if not _above(name, path)]
             if any(spans[other][0] < spans[path][1] for other in others):
@@ -116,6 +123,10 @@ def likely_order(owners: Iterable[str]) -> Earlier:
         return same == len(mine) - 1
 
     return earlier
+
+
+def _within(one: str, other: str) -> bool:
+    return one == other or one.startswith(f"{other}.") or other.startswith(f"{one}.")
 
 
 def _above(one: str, other: str) -> bool:

@@ -34,7 +34,7 @@ from ..base import (
 )
 from .files import Loaded, check_operators, load, of_object, require
 from .graph import Block, read_blocks
-from .layers import Call, Layers, read_layers
+from .layers import Call, Layers, read_layers, settle_guesses
 from .linears import Linear, find_linears
 from .scopes import read_scopes
 from .session import DTYPES, arguments_of, fed, open_session, run_names, run_session
@@ -70,7 +70,7 @@ class OnnxProgram:
         self._theirs = session
         self._temporary: Any = None
         check_operators(loaded, options.custom_ops)
-        self._blocks, layers = _understood(loaded)
+        self._blocks, layers = _understood(loaded, options)
         provenance: Provenance = "scope"
         if options.names_from is not None:
             layers = self._named_by(options.names_from)
@@ -89,7 +89,7 @@ class OnnxProgram:
         if not path.is_file():
             raise OptionError(f"The model to take names from, '{path}', does not exist.")
         other = load(path)
-        blocks, layers = _understood(other)
+        blocks, layers = _understood(other, self._options)
         if not layers.calls:
             raise OptionError(
                 f"'{path}' holds no layers' names either. Give the float model as "
@@ -277,12 +277,14 @@ def _array(value: Any) -> Any:
     return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
-def _understood(loaded: Loaded) -> tuple[list[Block], Layers]:
+def _understood(loaded: Loaded, options: Options) -> tuple[list[Block], Layers]:
     """The graph and its layers, as far as it knows of any."""
     model = loaded.model
     blocks = read_blocks(model.graph, _typed(model).graph)
-    scopes = read_scopes(blocks)
-    layers = read_layers(blocks, scopes, _owners(model))
+    owners = _owners(model)
+    scopes = read_scopes(blocks, owners)
+    layers = read_layers(blocks, scopes, owners)
+    settle_guesses(layers, accepted=options.accept_inferred)
     add_by_names(layers, blocks, scopes.rewritten)
     return blocks, layers
 

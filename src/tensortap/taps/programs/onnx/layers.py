@@ -17,13 +17,14 @@ from ..scopes import ModuleCall, Step, entering, leaving
 from .graph import Block, Chain, Node
 from .scopes import Scopes
 
-__all__ = ["Call", "Layers", "read_layers"]
+__all__ = ["Call", "Layers", "read_layers", "settle_guesses"]
 
 UNUSED = "nothing reads what it returns, so the compiler dropped it"
 FOLDED = "the layer behind it was folded into it, and its own value is gone"
 CONSTANT = "it makes constants and shapes alone, which the graph holds as such"
 LOOPED = "it runs inside a loop of the graph, whose values cannot be told call by call"
 OWNER = "it was folded into another layer, lost its name to an optimiser, or nothing reads it"
+NUMBERED = "its later calls may be layers of their own"
 STRIPPED = "nodes beside it bear no names: its end cannot be told"
 REWRITTEN = "an optimiser rewrote the nodes behind it"
 FUSED = "a fused operator reads its value, and may hold its last part"
@@ -43,6 +44,7 @@ class Call:
     order: tuple[int, ...]
     chain: Chain = ()
     nodes: tuple[Node, ...] = ()
+    guessed: bool = False  # it may be of a layer of its own
 
 
 @dataclass
@@ -91,6 +93,24 @@ def read_layers(blocks: Sequence[Block], scopes: Scopes, owners: Sequence[str]) 
         elif name in heard:
             del layers.gone[name]
     return layers
+
+
+def settle_guesses(layers: Layers, *, accepted: bool) -> None:
+    """Leave out later calls that may be of layers of their own, or take the layer for a guess."""
+    guessed = list(dict.fromkeys(call.layer for call in layers.calls if call.guessed))
+    if not guessed:
+        return
+    if accepted:
+        for layer in guessed:
+            layers.doubts.setdefault(layer, NUMBERED)
+        return
+    layers.calls = [call for call in layers.calls if not call.guessed]
+    several = f"{len(guessed)} layers" if len(guessed) > 1 else "a layer"
+    layers.notes.append(
+        f"Only the first call of {several} without weights ('{guessed[0]}') is recorded: the "
+        f"TorchScript exporter writes '{guessed[0]}_1' for a second call and for a layer of that "
+        "name. --accept-inferred takes them for calls."
+    )
 
 
 class _Reading:
@@ -242,7 +262,13 @@ class _Reading:
             order = (*depth, last, -path.count("."), number)
             layers.calls.append(
                 Call(
-                    path, values, self.entering.get(call, ()), order, self.block.chain, tuple(nodes)
+                    path,
+                    values,
+                    self.entering.get(call, ()),
+                    order,
+                    self.block.chain,
+                    tuple(nodes),
+                    call in self.scopes.guessed,
                 )
             )
 

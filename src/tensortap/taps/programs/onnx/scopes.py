@@ -13,10 +13,11 @@ import ast
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..aliases import Earlier, Module, find_aliases, join_calls, likely_order
 from ..scopes import ModuleCall
 from .graph import Block, Node
 
@@ -38,6 +39,7 @@ DROPPED = {"Relu", "Clip"}
 
 TWICE = "the graph does not tell one call of it from two"
 MIXED = "another layer's values bear the same name"
+SHARED = "another layer that ran before may be the same module, and its calls may be this one's"
 
 
 @dataclass
@@ -52,14 +54,18 @@ class Scopes:
     units: dict[Node, str] = field(default_factory=dict)  # the traced operation it belongs to
     leaves: set[str] = field(default_factory=set)  # modules of torch's own, of one operation each
     doubts: dict[str, str] = field(default_factory=dict)
+    guessed: set[ModuleCall] = field(default_factory=set)  # may be calls of layers of their own
     notes: list[str] = field(default_factory=list)
 
 
-def read_scopes(blocks: Sequence[Block]) -> Scopes:
-    """The module calls of all nodes, by whichever way this file has them."""
+def read_scopes(blocks: Sequence[Block], owners: Sequence[str] = ()) -> Scopes:
+    """The module calls of all nodes, by whichever way this file has them.
+
+    `owners` are the layers that had weights when it was exported, in the model's own order.
+    """
     nodes = [node for block in blocks for node in block.nodes]
     if any(_SCOPES in node.metadata for node in nodes):
-        return _from_metadata(blocks)
+        return _from_metadata(blocks, owners)
     return _from_names(blocks)
 
 
@@ -75,7 +81,7 @@ class _Mark:
     unit: str
 
 
-def _from_metadata(blocks: Sequence[Block]) -> Scopes:
+def _from_metadata(blocks: Sequence[Block], owners: Sequence[str]) -> Scopes:
     scopes = Scopes("metadata")
     for block in blocks:
         marks = {node: mark for node in block.nodes if (mark := _mark(node)) is not None}
@@ -91,7 +97,42 @@ def _from_metadata(blocks: Sequence[Block]) -> Scopes:
             if node.metadata.get(_RULE):
                 scopes.rewritten.add(node)
         _number_calls(block, marks, scopes)
+    _doubt_shared(blocks, scopes, owners)
     return scopes
+
+
+def _doubt_shared(blocks: Sequence[Block], scopes: Scopes, owners: Sequence[str]) -> None:
+    """Doubt what may be called by other names; equal weights were made one, and prove nothing.
+
+    Ones and zeros are equal wherever nothing was trained yet: layers of these alone are let be.
+    """
+    calls: list[ModuleCall] = []
+    weights: dict[str, set[str]] = defaultdict(set)
+    sizes = blocks[0].shapes
+    for block in blocks:
+        for node in block.nodes:
+            if node in scopes.calls and block.computes(node):
+                calls += scopes.calls[node]
+                read = [n for n in block.weights_of(node) if set(sizes.get(n, ())) - {1}]
+                for path, _ in scopes.calls[node]:
+                    weights[path].update(read)
+    held = {tensor.name: tensor for tensor in blocks[0].graph.initializer}
+    modules = {}
+    for path in dict.fromkeys(path for path, _ in calls):
+        telling = any(not _is_uniform(held.get(name)) for name in weights[path])
+        own = weights[path] if telling else ()
+        kind = scopes.types.get(path, "")
+        modules[path] = Module(kind, frozenset(("", n) for n in own), bare=not weights[path])
+    found = find_aliases(modules, calls, likely_order(owners), join=False)
+    for path in found.doubts:
+        scopes.doubts.setdefault(path, SHARED)
+
+
+def _is_uniform(tensor: Any) -> bool:
+    """Whether all values of a tensor are the same, as those of a new norm or bias."""
+    raw = tensor.raw_data if tensor is not None else b""
+    size = len(raw) // max(math.prod(tensor.dims), 1) if raw else 0
+    return size > 0 and raw == raw[:size] * (len(raw) // size)
 
 
 def _mark(node: Node) -> _Mark | None:
@@ -184,13 +225,17 @@ def _judge_runs(
 
 
 def _repeats_all(path: str, run: list[Node], marks: dict[Node, _Mark]) -> bool:
-    """Whether every layer in a run comes twice: then so may the layer itself."""
+    """Whether every layer in a run comes twice: then so may the layer itself.
+
+    Of a layer with parts, calls that follow each other are one run: its parts are looked at.
+    """
     counts: Counter[str] = Counter()
-    now: tuple[str, ...] = ()
+    now = ""
     for node in run:
-        paths = marks[node].paths
-        counts.update(inner for inner in paths[paths.index(path) + 1 :] if inner not in now)
-        now = paths
+        last = marks[node].paths[-1]
+        if last not in (now, path):
+            counts[last] += 1
+        now = last
     return bool(counts) and min(counts.values()) > 1
 
 
@@ -259,20 +304,61 @@ class _Names:
         self.named = {name for name in weights if "::" not in name and "." in name}
         self.around = {tag[:depth] for tag in self.tags.values() for depth in range(1, len(tag))}
         self.first: dict[str, str] = {}
-        self.again: list[str] = []  # taken for second calls, with no weight to show it
+        self.again: set[_Tag] = set()  # taken for second calls, with no weight to show it
         self.base = {tag: self._base(tag) for tag in self.direct}
-        if self.again:
-            self.scopes.notes.append(
-                f"{len(self.again)} names in the graph ('{self.again[0]}', …) are taken for second "
-                "calls of layers without weights: so the TorchScript exporter writes them."
-            )
         self.counts: Counter[_Tag] = Counter(module for module, _ in self.base.values())
         modules = {*self.counts, *(m[:n] for m in self.counts for n in range(1, len(m)))}
         self.paths = {module: self._path(module) for module in sorted(modules, key=len)}
         self.per_call = {module: self._per_call(module) for module in modules}
-        for node, tag in self.tags.items():
-            self.scopes.calls[node] = self._calls(tag)
+        self._join()
         self._doubt_what_weights_deny()
+
+    def _join(self) -> None:
+        """Name the calls; a module that is called in several places is joined under one name."""
+        named = {"/".join(module): path for module, path in self.paths.items()}
+        nodes = {node: self._calls(tag) for node, tag in self.tags.items()}
+        calls = [call for found in nodes.values() for call in found]
+        alike = self._alike(calls)
+        once = find_aliases(alike, [(named[key], n) for key, n in calls], _as_given(alike))
+        self.scopes.doubts.update(dict.fromkeys(once.doubts, SHARED))
+        first = {key: once.first.get(path, path) for key, path in named.items()}
+        joined = join_calls(calls, first)
+        for node, found in nodes.items():
+            self.scopes.calls[node] = tuple(joined[call] for call in found)
+        sure = {call for tag in self.base if tag not in self.again for call in self._calls(tag)}
+        later = [self._calls(tag)[-1] for tag in self.again]
+        self.scopes.guessed.update(joined[call] for call in later if call not in sure)
+
+    def _alike(self, calls: Sequence[ModuleCall]) -> dict[str, Module]:
+        """What tells modules apart: their weights and, where there are none, what they do.
+
+        The exporter calls a module in another place by the last part of its first name. Those that
+        bear the name of their own weights come first.
+        """
+        weights: dict[_Tag, set[tuple[str, str]]] = defaultdict(set)
+        signs: dict[_Tag, str] = {}
+        owners: set[str] = set()
+        for tag, (module, _) in self.base.items():
+            named = self._read(tag)
+            owners.update(name.rpartition(".")[0] for name in named)
+            read = {(name.rpartition(".")[2], name) for name in named}
+            read |= {("", name) for name in self._weights(tag) if "::" in name}
+            signs.setdefault(module, str(sorted(node.op for _, node in self.direct[tag])))
+            for depth in range(1, len(module) + 1):
+                below = ".".join(module[depth:])
+                weights[module[:depth]].update((f"{below}.{own}", name) for own, name in read)
+        order = dict.fromkeys(path for path, _ in calls)
+        tags = sorted(
+            (tuple(path.split("/")) for path in order), key=lambda t: self.paths[t] not in owners
+        )
+        return {
+            self.paths[tag]: Module(
+                f"{tag[-1].rpartition('.')[2]} {signs.get(tag, '')}",
+                frozenset(weights[tag]),
+                bare=not weights[tag],
+            )
+            for tag in tags
+        }
 
     def _doubt_what_weights_deny(self) -> None:
         """Parts of a ModuleDict lose its name: `/b/a/Gemm` reads `b.parts.a.weight`."""
@@ -306,7 +392,7 @@ class _Names:
             self._doubt((first, tag), MIXED)
             return tag, 0
         if not weights:
-            self.again.append("/".join(tag))
+            self.again.add(tag)
         return first, int(match[2])
 
     def _weights(self, tag: _Tag) -> frozenset[str]:
@@ -364,12 +450,16 @@ class _Names:
             return ()
         module, number = self.base[tag]
         outer = [module[:depth] for depth in range(1, len(module))]
-        found = [(self.paths[m], number // self.per_call[m][module]) for m in outer]
-        return (*found, (self.paths[module], number))
+        found = [("/".join(m), number // self.per_call[m][module]) for m in outer]
+        return (*found, ("/".join(module), number))
 
     def _doubt(self, tags: Sequence[_Tag], why: str) -> None:
         for tag in tags:
             self.scopes.doubts[self._path(tag)] = why
+
+
+def _as_given(modules: Mapping[str, Module]) -> Earlier:
+    return likely_order(path for path, module in modules.items() if module.tensors)
 
 
 def _tag(node: Node) -> _Tag | None:
