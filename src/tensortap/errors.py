@@ -87,7 +87,7 @@ class MissingExtraError(TapError, ImportError):
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
-            f"{purpose} needs {package}, which is not installed. "
+            f"{purpose} needs {package}, and that is not installed. "
             f"Install it with: pip install 'tensortap[{extra}]'"
         )
 

@@ -45,6 +45,9 @@ def test_instrument_record_compare(run: Run, tmp_path: Path, inputs: Path) -> No
     recorded = run("record", model, "-o", tmp_path / "script", "--inputs-from", inputs)
     assert recorded.code == 0, recorded.err
     assert "model.taps.json', beside it" in recorded.err
+    assert (tmp_path / "model.plain.pt").is_file() and "was not checked" not in recorded.err
+    again = run("instrument", *TARGET, "-o", model, "--overwrite", "--no-plain")
+    assert again.code == 0 and not (tmp_path / "model.plain.pt").exists()
     compared = run("compare", tmp_path / "eager", tmp_path / "script", "--json")
     assert compared.code == 0
     assert {row["verdict"] for row in compared.json["layers"]} == {"identical"}

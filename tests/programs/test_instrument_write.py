@@ -218,3 +218,68 @@ def test_an_exported_file_without_inputs_or_layers(exported: Path, tmp_path: Pat
     torch.export.save(program, tmp_path / "bare.pt2")
     with pytest.raises(TargetError, match="holds no example inputs"):
         ExportSource(tmp_path / "bare.pt2", "blocks")
+
+
+@pytest.mark.parametrize("form", ["torchscript", "pt2", "onnx", "openvino"])
+def test_the_model_without_taps_beside_it(form: str, tmp_path: Path) -> None:
+    for needed in {"onnx": ["onnxruntime", "onnxscript"], "openvino": ["openvino"]}.get(form, []):
+        pytest.importorskip(needed)
+    model, args, kwargs = MODELS["awkward"]()
+    path = tmp_path / f"model.{SUFFIX[form]}"
+    written = write(model, args, kwargs, path, layers="all", to=form, plain=True)
+    assert written.manifest.plain == f"model.plain.{SUFFIX[form]}"
+    assert check(written, args, kwargs) == []
+    with tap.record(path, tmp_path / "run", manifest=written.manifest_file) as rec:
+        rec.run(*args, **kwargs)
+    run = tap.open(tmp_path / "run")
+    assert [(c["check"], c["passed"]) for c in run.manifest.self_checks] == [("output", True)]
+    assert not any("was not checked" in note for note in run.notes)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(1.0)
+    write(model, args, kwargs, tmp_path / f"b.{SUFFIX[form]}", layers="all", to=form, plain=True)
+    other = replace(written.manifest, plain=f"b.plain.{SUFFIX[form]}")  # of another model
+    other.save(written.manifest_file)
+    failed = check(written, args, kwargs)
+    assert failed and all(why.startswith("without taps, ") for why in failed)
+
+
+def test_an_exported_program_without_taps_beside_it(tmp_path: Path) -> None:
+    model, args, kwargs = MODELS["awkward"]()
+    torch.export.save(torch.export.export(model, args, kwargs, strict=False), tmp_path / "m.pt2")
+    source = ExportSource(tmp_path / "m.pt2", "all")
+    written = write_source(source, tmp_path / "tapped.pt2", plain=True)
+    assert written.manifest.plain == "tapped.plain.pt2"
+    assert check(written, source.args, source.kwargs) == []
+
+
+def test_fused_layers_have_no_twin(tmp_path: Path) -> None:
+    """Taps take them off their fused path, whose bits are others."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().requires_grad_(False)
+    written = write(
+        model, (torch.ones(1, 3, 8),), {}, tmp_path / "model.pt", layers="leaves", plain=True
+    )
+    assert written.manifest.plain is None
+    assert not (tmp_path / "model.plain.pt").exists()
+
+
+def test_parts_of_an_older_split_go(tmp_path: Path) -> None:
+    model, args, kwargs = MODELS["awkward"]()
+    path = tmp_path / "model.pt"
+    write(model, args, kwargs, path, layers="all", split=3)
+    mine = tmp_path / "model.3.pt"
+    mine.write_bytes(b"mine")
+    write(model, args, kwargs, path, layers="all", split=2, overwrite=True)
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names == {"model.0.pt", "model.1.pt", "model.3.pt", "model.taps.json"}
+
+
+def test_nested_inputs_by_name_for_openvino(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    model, (x, past), _ = MODELS["awkward"]()
+    given = {"x": x, "past": past}
+    written = write(model, (), given, tmp_path / "model.xml", layers="all")
+    assert check(written, (), given) == []
+    program = open_program(written.files[0], Options(manifest=written.manifest_file))
+    assert [a.name for a in program.arguments or ()] == ["x", "past.0", "past.1"]
+    assert check(written, (x, past), {}) == []

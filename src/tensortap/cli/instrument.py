@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -79,6 +79,14 @@ def instrument(
         bool,
         typer.Option("--check/--no-check", help="Run what was written once, and compare its taps."),
     ] = True,
+    plain: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option(
+            "--plain/--no-plain",
+            help="Also write the model without taps, which recordings compare the other with. "
+            "Default: yes, but for aoti.",
+        ),
+    ] = None,
     overwrite: OverwriteOption = False,
     mode: ModeOption = None,
     seq_len: SeqLenOption = None,
@@ -95,10 +103,13 @@ def instrument(
     from ..taps.instrument.formats import format_of
     from ..taps.instrument.write import ModuleSource, Source, write
     from ..taps.instrument.write import check as try_out
+    from ..taps.programs.onnx.files import require
 
     if split < 1:
         raise OptionError(f"--split is {split}, expected a whole number from 1.")
-    format_of(output, to)
+    form = format_of(output, to)
+    if check and form == "onnx":
+        require()  # before anything is written
     chosen = layers or "blocks"
     source: Source
     if target.lower().endswith((".pt2", ".ep")):
@@ -123,7 +134,13 @@ def instrument(
         source = ModuleSource(loaded.model, batch.args, batch.kwargs, chosen)
     with redirect_stdout(sys.stderr):
         written = write(
-            source, output, to=to, split=split, manifest_file=manifest, overwrite=overwrite
+            source,
+            output,
+            to=to,
+            split=split,
+            manifest_file=manifest,
+            overwrite=overwrite,
+            plain=form != "aoti" if plain is None else plain,
         )
         failed = try_out(written, source.args, source.kwargs) if check else None
     _report(written, failed, json)

@@ -28,6 +28,8 @@ _Exported = tuple[Any, Any, Sequence[torch.Tensor], Manifest]
 class ExportSource:
     """A `.pt2` file, compiled on the inputs that it was exported with."""
 
+    comparable = True
+
     def __init__(self, path: Path, layers: str | Sequence[str]) -> None:
         self._program = open_exported(path, Options())
         example = example_of(self._program)
@@ -67,6 +69,11 @@ class ExportSource:
         export, _, _, manifest = self._tapped(layers)
         compile_export(export, self.args, self.kwargs, path, form, manifest)
         return manifest
+
+    def compile_bare(self, path: Path, form: str, manifest: Manifest) -> None:
+        program, args, kwargs = self._program, self.args, self.kwargs
+        export = told("pt2", lambda: exported_again(program, program.module, args, kwargs))
+        compile_export(export, args, kwargs, path, form, manifest)
 
     def _tapped(self, layers: Sequence[str]) -> _Exported:
         """The program with these taps, exported again, and one run of it; made once."""

@@ -27,13 +27,19 @@ class Flat(nn.Module):
     """Calls an instrumented model with tensors by name; `names` are its parameters in order."""
 
     def __init__(
-        self, wrapped: Instrumented, names: tuple[str, ...], places: dict[str, Any], fixed: Any
+        self,
+        wrapped: Instrumented,
+        names: tuple[str, ...],
+        places: dict[str, Any],
+        fixed: Any,
+        bare: bool,
     ) -> None:
         super().__init__()
         self.wrapped = wrapped
         self.names = names
         self._places = places  # name -> position in *args, or the name of the keyword
         self._args, self._kwargs = fixed
+        self._bare = bare
         self.training = wrapped.training
 
     def _run(self, values: tuple[Any, ...]) -> Any:
@@ -44,14 +50,23 @@ class Flat(nn.Module):
                 args[place] = value
             else:
                 kwargs[place] = value
+        if self._bare:
+            return _plain(self.wrapped.model(*args, **kwargs))
         output, taps = self.wrapped(*args, **kwargs)
         return _plain(output), taps
 
 
 def flatten_model(
-    wrapped: Instrumented, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    wrapped: Instrumented,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    bare: bool = False,
 ) -> tuple[Flat, dict[str, Any]]:
-    """The model whose parameters are what holds tensors in this call, and their values."""
+    """The model whose parameters are what holds tensors in this call, and their values.
+
+    A `bare` one has no taps: it is what the other would be, had it not been instrumented.
+    """
     bound = inspect.signature(wrapped.forward).bind(*args, **kwargs)
     fixed_args: list[Any] = []
     fixed: dict[str, Any] = {}
@@ -91,7 +106,7 @@ def flatten_model(
     exec(compile(source, "<tensortap.instrument>", "exec"), scope)
     kind_of = type("Flat", (Flat,), {"forward": scope["forward"]})
     kind_of.__module__ = __name__
-    return kind_of(wrapped, names, places, (fixed_args, fixed)), values
+    return kind_of(wrapped, names, places, (fixed_args, fixed), bare), values
 
 
 def _is_fixed(value: Any) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,11 @@ import torch
 from torch import nn
 
 from ...errors import MissingExtraError, OptionError, TapError, TargetError
+from ..leaves import flatten
 from ..programs.opaque.manifest import Manifest
+from ..programs.quiet import quietly
 
-__all__ = ["FORMATS", "compile_export", "compile_module", "format_of", "quietly", "told"]
+__all__ = ["FORMATS", "compile_export", "compile_module", "format_of", "told"]
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "torchscript": (".pt", ".pth", ".ts", ".jit", ".torchscript"),
@@ -57,7 +56,10 @@ def compile_module(
         if form == "torchscript":
             told(form, lambda: _trace(flat, given, {}).save(str(path)))
         elif form == "openvino":
-            told(form, lambda: _openvino(_trace(flat, given, {}), given, path, values, manifest))
+            told(
+                form,
+                lambda: _openvino(_trace(flat, given, {}), given, path, _leaves(values), manifest),
+            )
         else:
             export = told(form, lambda: torch.export.export(flat, given, strict=False))
             named = all(isinstance(value, torch.Tensor) for value in given)
@@ -141,7 +143,7 @@ def _openvino(
     traced: Any,
     example: Any,
     path: Path,
-    inputs: Sequence[str] | Mapping[str, Any],
+    inputs: Sequence[str],
     manifest: Manifest,
 ) -> None:
     try:
@@ -161,6 +163,16 @@ def _openvino(
     for given, name in zip(model.inputs, inputs, strict=False):
         given.get_tensor().set_names({name})
     library.save_model(model, str(path), compress_to_fp16=False)
+
+
+def _leaves(values: Mapping[str, Any]) -> list[str]:
+    """Names for a runtime that takes tensors alone: `past.0` and `past.1` where `past` has two."""
+    found: list[str] = []
+    for name, value in values.items():
+        count = sum(tensor is not None for _, tensor in flatten(value))
+        alone = isinstance(value, torch.Tensor)
+        found += [name] if alone else [f"{name}.{index}" for index in range(count)]
+    return found
 
 
 def _output_names(manifest: Manifest) -> list[str]:
@@ -191,19 +203,3 @@ def told(what: str, work: Callable[[], Any]) -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         told = (lines or ["no message"])[0][:400]
         raise TargetError(f"{begin}: {type(error).__name__}: {told}") from error
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Compilers are talkative about what is not the user's doing."""
-    loggers = [logging.getLogger(name) for name in ("torch", "torch.onnx", "openvino")]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)

@@ -11,15 +11,17 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...errors import OptionError, TargetError
+from ...errors import OptionError, TapError, TargetError
+from ..fused import find_fused
 from ..leaves import flatten
 from ..programs.base import Options
 from ..programs.opaque.manifest import Entry, Manifest, Part, digest, is_manifest, manifest_path
+from ..programs.quiet import quietly
 from .flat import flatten_model
-from .formats import compile_module, format_of, quietly, told
+from .formats import compile_module, format_of, told
 from .wrapper import instrument
 
-__all__ = ["ModuleSource", "Source", "Written", "check", "files_of", "shares", "write"]
+__all__ = ["ModuleSource", "Source", "Written", "check", "files_of", "shares", "twin_of", "write"]
 
 _EXACT = ("torchscript", "pt2")
 _CLOSE = 1e-5
@@ -72,6 +74,7 @@ class Source(Protocol):
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    comparable: bool  # whether it computes the same bits with taps and without
 
     def run(self) -> tuple[Any, Sequence[torch.Tensor], Manifest]:
         """The model's output, the taps on all chosen layers, and their manifest."""
@@ -79,6 +82,10 @@ class Source(Protocol):
 
     def compile(self, layers: Sequence[str], path: Path, form: str) -> Manifest:
         """Write the model with taps on these layers; the manifest of what was written."""
+        ...
+
+    def compile_bare(self, path: Path, form: str, manifest: Manifest) -> None:
+        """Write the model without taps; the manifest has the names of its outputs."""
         ...
 
 
@@ -95,6 +102,7 @@ class ModuleSource:
         self.args, self.kwargs = args, kwargs
         self._model = model
         self._wrapped = instrument(model, layers)
+        self.comparable = not find_fused(model)  # which leave their fused path when they have taps
 
     def run(self) -> tuple[Any, Sequence[torch.Tensor], Manifest]:
         output, taps = told("run", lambda: self._wrapped(*self.args, **self.kwargs))
@@ -107,6 +115,10 @@ class ModuleSource:
         compile_module(flat, values, path, form, wrapped.manifest)
         return wrapped.manifest
 
+    def compile_bare(self, path: Path, form: str, manifest: Manifest) -> None:
+        flat, values = flatten_model(self._wrapped, self.args, self.kwargs, bare=True)
+        compile_module(flat, values, path, form, manifest)
+
 
 def write(
     source: Source,
@@ -116,12 +128,18 @@ def write(
     split: int = 1,
     manifest_file: Path | None = None,
     overwrite: bool = False,
+    plain: bool = False,
 ) -> Written:
-    """Compile a model with its taps, in one artefact or several, and save it with its manifest."""
+    """Compile a model with its taps, in one artefact or several, and save it with its manifest.
+
+    With `plain` it is compiled once more without taps, so that a recording can compare the two.
+    """
     form = format_of(path, to)
     beside = _manifest_file(path, manifest_file)
     files = files_of(path, split)
-    _check_room([*files, beside], overwrite)
+    twin = twin_of(path) if plain and source.comparable else None
+    _check_room([*files, beside, *([] if twin is None else [twin])], overwrite)
+    old = _old_files(beside, path)
     with torch.no_grad():
         output, taps, manifest = source.run()
         if not taps:
@@ -134,9 +152,34 @@ def write(
         for file, share in zip(files, shares(manifest, sizes, split), strict=True):
             _check_same(source.compile(share, file, form), manifest.of(share))
             parts.append(Part(file.name, share, digest(file)))
-    manifest = replace(manifest, parts=tuple(parts))
+        if twin is not None:
+            source.compile_bare(twin, form, manifest.of(()))
+    manifest = replace(manifest, parts=tuple(parts), plain=None if twin is None else twin.name)
     manifest.save(beside)
+    for file in old:
+        if file not in (*files, twin):
+            file.unlink(missing_ok=True)
     return Written(tuple(files), beside, manifest, form, sum(sizes), tuple(taps), output)
+
+
+def twin_of(path: Path) -> Path:
+    """Where the model without taps lies: `model.plain.pt` beside `model.pt`."""
+    return path.with_name(f"{path.stem}.plain{path.suffix}")
+
+
+def _old_files(manifest_file: Path, path: Path) -> list[Path]:
+    """The artefacts that a manifest which is about to be replaced was written with."""
+    if not manifest_file.is_file():
+        return []
+    try:
+        known = Manifest.load(manifest_file)
+    except TapError:
+        return []
+    files = [(manifest_file.with_name(part.file), part.digest) for part in known.parts]
+    found = [file for file, mark in files if file.is_file() and digest(file) == mark]
+    if known.plain is not None and known.plain == twin_of(path).name:
+        found.append(manifest_file.with_name(known.plain))
+    return found
 
 
 def _manifest_file(path: Path, given: Path | None) -> Path:
@@ -196,6 +239,9 @@ def check(written: Written, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
                 why = _unlike(expected[_identity(entry)], tap, written.format in _EXACT)
                 if why:
                     failed.append(f"'{entry.layer}'{entry.leaf}: {why}")
+        if program.untapped:
+            bare = told("check", partial(program.plain, args, kwargs))
+            failed += [f"without taps, {why}" for why in _unlike_output(written, bare)]
     return failed
 
 

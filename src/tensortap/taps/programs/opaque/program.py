@@ -28,7 +28,7 @@ Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
 _NO_TWIN = (
     "Whether its taps change the model's own output was not checked: the manifest names no "
-    "artefact without taps."
+    "artefact without taps, or it does not lie beside it (tensortap instrument --plain)."
 )
 
 _OUTPUTS = (
@@ -149,7 +149,7 @@ def open_with_manifest(path: Path, manifest: Path | None, options: Options) -> P
             )
     else:
         paths = dict.fromkeys(parts, path)
-    twin = None if loaded.plain is None else _twin(manifest.parent / loaded.plain, plainly)
+    twin = _twin(manifest, loaded, plainly)
     if not paths:
         return _open(path, loaded, plainly, twin)
     for part, place in paths.items():
@@ -191,12 +191,15 @@ def _open(path: Path, manifest: Manifest, options: Options, twin: Call | None) -
     )
 
 
-def _twin(path: Path, options: Options) -> Call:
+def _twin(path: Path, manifest: Manifest, options: Options) -> Call | None:
+    """The model without taps that a manifest names, where it lies beside it."""
     from ..kinds import open_program
 
-    if not path.is_file():
-        raise TargetError(f"'{path}', the model without taps that the manifest names, is missing.")
-    return open_program(path, options).plain
+    file = None if manifest.plain is None else path.with_name(manifest.plain)
+    if file is None or not file.is_file():
+        return None
+    run, own, where = open_program(file, options).plain, manifest.of(()), f"'{file}'"
+    return lambda args, kwargs: divide(run(args, kwargs), own, where)[0]
 
 
 class _Kind:
