@@ -276,17 +276,20 @@ class Surgeon:
 
 
 def _is_doubtful(graph: Any, owner: Owner) -> bool:
-    """Whether something with weights ran behind what a traced call seems to return.
+    """Whether a layer with weights went on from what a traced call seems to return.
 
     A trace returns what others read. If nobody reads what a layer returned, but somebody what it
-    left in an attribute, that is all there is, and looks the same.
+    left in an attribute on the way, that is all there is, and looks the same.
     """
     values = elements(next(iter(graph.outputs())))
-    last = origin(values[by_age(graph, values)[0]]).node()
-    for call in graph.findAllNodes("prim::CallMethod"):
-        if call.output().type().kind() == "NoneType" and last.isBefore(call):
-            target = owner.module(call.inputsAt(0))
-            if target is not None and any(node.parameters() for node in target.walk()):
+    reached = {origin(values[by_age(graph, values)[0]]).unique()}
+    for node in nodes_of(graph):
+        if not any(value.unique() in reached for value in node.inputs()):
+            continue
+        reached.update(value.unique() for value in node.outputs())
+        if node.kind() == "prim::CallMethod" and node.output().type().kind() == "NoneType":
+            target = owner.module(node.inputsAt(0))
+            if target is not None and any(inner.parameters() for inner in target.walk()):
                 return True
     return False
 
