@@ -164,6 +164,37 @@ def test_frozen_and_op_by_op_neither(kind: type[nn.Module], tmp_path: Path) -> N
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), how
 
 
+class Decays(nn.Module):
+    """Changes a parameter as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        self.fc.weight.mul_(0.5)
+        return y
+
+
+@pytest.mark.parametrize("how", ["script", "export"])
+def test_a_parameter_that_is_written_into_is_put_back(how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Decays().requires_grad_(False)
+    one, other = (
+        torch.jit.script(copy.deepcopy(model))
+        if how == "script"
+        else torch.export.export(copy.deepcopy(model), (torch.ones(2, 4),)).module()
+        for _ in range(2)
+    )
+    expected = _steps(one)
+    with tap.record(other, tmp_path / "run", layers="all") as recorder:
+        found = _steps(other, recorder)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    checks = tap.open(tmp_path / "run").manifest.self_checks
+    assert [(check["check"], check["passed"]) for check in checks] == [("output", True)]
+
+
 def test_neither_does_one_inside_of_an_object(tmp_path: Path) -> None:
     class Holder:
         def __init__(self, script: Any) -> None:

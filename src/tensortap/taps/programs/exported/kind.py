@@ -33,6 +33,7 @@ from .places import folded, places_of, signatures_of
 from .plan import CallPlan, plan_calls
 from .shared import join_names
 from .surgery import copied
+from .written import written_attributes
 
 __all__ = ["KIND", "ExportProgram", "open_exported"]
 
@@ -134,7 +135,10 @@ class ExportProgram:
 
     def linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        written = written_attributes(self.module)
         for layer, linear in self._linear_calls.items():
+            if linear.weight in written:  # behind the run it is no more what it was in it
+                continue
             weight = tensor_at(self.module, linear.weight)
             bias = None if linear.bias is None else tensor_at(self.module, linear.bias)
             if isinstance(weight, torch.Tensor) and weight.is_floating_point():
@@ -152,8 +156,9 @@ class ExportProgram:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """What a run may change."""
-        for _, tensor in self._constants():
-            if not isinstance(tensor, torch.nn.Parameter):
+        written = written_attributes(self.module)
+        for name, tensor in self._constants():
+            if name in written or not isinstance(tensor, torch.nn.Parameter):
                 yield tensor
 
     def _constants(self) -> Iterator[tuple[str, torch.Tensor]]:

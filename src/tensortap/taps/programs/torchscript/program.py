@@ -108,6 +108,8 @@ class ScriptProgram:
         bias = None if linear.bias is None else self._tensor(linear.bias)
         if weight is None or not weight.is_floating_point() or weight.dim() != 2:
             return None
+        if linear.weight in self._state.names:  # behind the run it is no more what it was in it
+            return None
         return weight, bias
 
     def _tensor(self, name: str) -> torch.Tensor | None:

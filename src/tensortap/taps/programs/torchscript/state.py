@@ -42,6 +42,7 @@ class State:
 
     attributes: tuple[tuple[Any, str], ...] = ()
     unsure: str | None = None
+    names: frozenset[str] = frozenset()
 
     @property
     def stateful(self) -> str | None:
@@ -86,7 +87,8 @@ def state_of(tree: Tree) -> State:
     found = {(node.path, name): (node.cpp, name) for node, name in reader.changed}
     for node in tree.root.walk():  # an op may write into one without saying so, as batch norm does
         found.update({(node.path, name): (node.cpp, name) for name in node.buffers()})
-    return State(tuple(found.values()))
+    names = frozenset(".".join(part for part in key if part) for key in found)
+    return State(tuple(found.values()), names=names)
 
 
 class _Unsure(Exception):
