@@ -296,6 +296,38 @@ def test_modules_that_run_again_have_a_call_for_each() -> None:
     assert next(p for p in program.places if p.name == "block").provenance == "inferred"
 
 
+class Group(nn.Module):
+    """As ALBERT: a layer called again and again, that does something with what never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = Masked()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self.group(x, mask)
+        return x + 1
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), nn.Tanh()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.act(self.linear(x)) * mask.exp()
+
+
+def test_what_is_shared_by_all_calls_does_not_make_them_one() -> None:
+    torch.manual_seed(0)
+    model, args = Group().eval().requires_grad_(False), (torch.randn(2, 8), torch.randn(2, 8))
+    program = open_program(openvino.convert_model(model, example_input=args))
+    assert next(p for p in program.places if p.name == "group").provenance == "inferred"
+    calls = run_all(program, args, {})
+    assert len(calls["group.linear"]) == 3
+    assert wrong(calls, hooked(model, args, {})) == []
+
+
 class Parallel(nn.Module):
     """Whether `act` ran twice, or once on two tensors, the graph does not tell."""
 

@@ -60,7 +60,7 @@ def find_calls(values: Sequence[Value], fixed: Mapping[str, Value]) -> Calls:
             continue
         first, last = place[scope.inside[0].key], place[scope.inside[-1].key]
         levels = _visits({value.key for value in scope.inside}, values[first : last + 1])
-        least = max(_uses(scope, fixed), *levels.values())
+        least = max(_uses(scope, fixed), 1, *levels.values())
         pieces = _pieces(scope.inside, levels)
         most = gcd(*bounds)
         if least > 1 and len(set(pieces.values())) == least:
@@ -71,6 +71,11 @@ def find_calls(values: Sequence[Value], fixed: Mapping[str, Value]) -> Calls:
             scope.count = most
             if most != least or most == 1:
                 guessed.add(path)
+    uses = {path: often for path, scope in scopes.items() if (often := _uses(scope, fixed))}
+    for path, scope in scopes.items():
+        inner = [uses[other] for other in uses if f"{other}.".startswith(f"{path}.")]
+        if scope.count == 1 and inner and min(inner) > 1:
+            guessed.add(path)  # all weights in it are read again: what it did once may be shared
     found = {value.key: _chain(value, scopes) for value in values}
     for path, scope in scopes.items():
         if scope.count > 1 and not _in_order(path, scope, found):
@@ -130,13 +135,13 @@ def _reads_own_weight_once(
 
 
 def _uses(scope: _Scope, fixed: Mapping[str, Value]) -> int:
-    """How often the same operation reads the same weight."""
+    """How often the same operation reads the same weight; 0 where none is read."""
     uses: dict[tuple[str, str], set[int]] = {}
     for value in scope.own:
         for key in value.reads:
             if key in fixed and _is_weight(fixed[key]) and value.spot is not None:
                 uses.setdefault((value.spot.kind, key), set()).add(value.spot.number)
-    return max((len(numbers) for numbers in uses.values()), default=1)
+    return max((len(numbers) for numbers in uses.values()), default=0)
 
 
 def _is_weight(value: Value) -> bool:
