@@ -397,6 +397,25 @@ def test_an_instrumented_model_has_its_names_beside_it(
     assert compared.json["counts"] == {"identical": len(open_recording(eager).layers)}
 
 
+@pytest.mark.parametrize("text", ["no JSON", None])
+def test_a_manifest_that_lies_beside_a_model_by_chance(
+    run: Run, folder: Path, made, tmp_path: Path, text: str | None
+) -> None:
+    path = tmp_path / "model.pt"
+    if text is None:
+        target = f"{folder / 'my_model.py'}:build"
+        assert run("instrument", target, "-o", path, "--no-plain").code == 0
+    else:
+        (tmp_path / "model.taps.json").write_text(text)
+    path.write_bytes(made("traced.pt").read_bytes())
+    given = ("--inputs-from", folder / "in.safetensors")
+    refused = run("record", path, "-o", tmp_path / "run", *given)
+    assert refused.code == 2
+    assert f"move '{tmp_path / 'model.taps.json'}' away" in refused.err
+    (tmp_path / "model.taps.json").unlink()
+    assert run("record", path, "-o", tmp_path / "run", *given).code == 0
+
+
 def test_doctor_says_what_runs_compiled_models(run: Run) -> None:
     facts = run("doctor", "--json").json
     assert {"onnx", "openvino"} <= set(facts["extras"])

@@ -19,11 +19,16 @@ from tensortap.errors import OptionError, TargetError
 from tensortap.taps.instrument.wrapper import instrument
 from tensortap.taps.instrument.write import shares
 from tensortap.taps.leaves import flatten
-from tensortap.taps.programs.base import Options, Program
+from tensortap.taps.programs.base import Argument, Options, Program
 from tensortap.taps.programs.kinds import open_program
 from tensortap.taps.programs.opaque.manifest import Entry, Manifest, OutputLeaf
 from tensortap.taps.programs.opaque.output import rebuild
-from tensortap.taps.programs.opaque.program import KIND, OpaqueProgram, open_with_manifest
+from tensortap.taps.programs.opaque.program import (
+    KIND,
+    OpaqueProgram,
+    open_with_manifest,
+    with_names,
+)
 from tensortap.taps.programs.opaque.split import SplitProgram
 
 
@@ -386,3 +391,21 @@ def test_a_live_program_that_cannot_be_called_is_run_by_its_runtime(
     run = recorded(program, tmp_path / "run", ids, manifest=manifest_file)
     assert {row.verdict for row in tap.compare(eager, run).layers} == {"identical"}
     assert isinstance(KIND.program(program, Options(manifest=manifest_file)), OpaqueProgram)
+
+
+def test_positions_have_the_names_of_the_manifest() -> None:
+    """A package of AOTInductor has lost them, and the manifest has not."""
+    given: list[Any] = []
+
+    def call(args: Any, kwargs: Any) -> Any:
+        given.append((args, dict(kwargs)))
+
+    declared = [Argument("0"), Argument("1.a"), Argument("1.b")]
+    by_name, named = with_names(call, declared, ("x", "past"))
+    assert [argument.name for argument in named or ()] == ["x", "past.a", "past.b"]
+    by_name((), {"x": 1, "past.a": 2, "1.b": 3})
+    assert given == [((), {"0": 1, "1.a": 2, "1.b": 3})]
+    for names in ((), ("x",), ("x", "past", "labels")):  # which is which cannot be told
+        assert with_names(call, declared, names) == (call, declared)
+    assert with_names(call, [Argument("x")], ("x",))[0] is call
+    assert with_names(call, None, ("x",)) == (call, None)

@@ -19,7 +19,7 @@ from ..errors import OptionError, TargetError
 from ..taps.programs.base import Options, Program
 from ..taps.programs.kinds import kind_of, open_program
 from ..taps.programs.nearby import near_files
-from ..taps.programs.opaque.manifest import is_manifest, manifest_beside
+from ..taps.programs.opaque.manifest import is_manifest, manifest_beside, manifest_path
 from .fitting import Takes, fit
 from .inputs_from import SUFFIXES as INPUT_SUFFIXES
 from .inputs_from import read_inputs
@@ -64,12 +64,7 @@ def load_artefact(
     options = options or Options()
     path = Path(spec)
     _check_files(path, options)
-    notes: tuple[str, ...] = ()
-    beside = None if is_manifest(path) else manifest_beside(path)
-    if options.manifest is None and beside is not None:
-        options = replace(options, manifest=beside)
-        notes = (f"The names of the model's extra outputs are those of '{beside}', beside it.",)
-    program = open_program(path, options)
+    program, notes = _open(path, options)
     target = Target(program, Batch(), name=spec, notes=notes)
     if inputs_from:
         return with_inputs(target, inputs_from, options)
@@ -81,6 +76,26 @@ def load_artefact(
         f"The model file '{spec}' brings no inputs along. Give --inputs-from FILE "
         f"({', '.join(INPUT_SUFFIXES)}), with a tensor an argument.{told}"
     )
+
+
+def _open(path: Path, options: Options) -> tuple[Program, tuple[str, ...]]:
+    """The program of a file; a manifest that lies beside it is taken unless another is named."""
+    if options.manifest is not None or is_manifest(path):
+        return open_program(path, options), ()
+    try:
+        beside = manifest_beside(path)
+        if beside is None:
+            return open_program(path, options), ()
+        program = open_program(path, replace(options, manifest=beside))
+    except TargetError as error:
+        found = manifest_path(path)
+        if str(found) not in str(error):
+            raise
+        raise TargetError(
+            f"{error} It was found beside the model: move '{found}' away to record the model "
+            "without it."
+        ) from error
+    return program, (f"The names of the model's extra outputs are those of '{beside}', beside it.",)
 
 
 def with_inputs(

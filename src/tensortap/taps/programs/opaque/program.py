@@ -22,7 +22,7 @@ from ..using import check_used
 from .manifest import Manifest, Part, digest, is_manifest
 from .output import as_tensors, divide, heard
 
-__all__ = ["KIND", "OpaqueProgram", "open_with_manifest"]
+__all__ = ["KIND", "OpaqueProgram", "open_with_manifest", "with_names"]
 
 Call = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 
@@ -180,15 +180,39 @@ def _open(path: Path, manifest: Manifest, options: Options, twin: Call | None) -
     from ..kinds import open_program
 
     inner = open_program(path, options)
+    call, arguments = with_names(inner.plain, inner.arguments, manifest.inputs)
     return OpaqueProgram(
-        inner.plain,
+        call,
         manifest,
         runtime=inner.runtime,
         where=f"'{path}'",
         described=inner.describe(),
-        arguments=inner.arguments,
+        arguments=arguments,
         twin=twin,
     )
+
+
+def with_names(
+    call: Call, arguments: Sequence[Argument] | None, names: Sequence[str]
+) -> tuple[Call, Sequence[Argument] | None]:
+    """Arguments by name, where an artefact knows only their positions and its manifest the rest."""
+    heads = dict.fromkeys(argument.name.partition(".")[0] for argument in arguments or ())
+    if not names or list(heads) != [str(index) for index in range(len(names))]:
+        return call, arguments
+    positions = dict(zip(names, heads, strict=True))
+
+    def by_name(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = {}
+        for key, value in kwargs.items():
+            head, dot, tail = key.partition(".")
+            given[positions.get(head, head) + dot + tail] = value
+        return call(args, given)
+
+    named = []
+    for argument in arguments or ():
+        head, dot, tail = argument.name.partition(".")
+        named.append(replace(argument, name=names[int(head)] + dot + tail))
+    return by_name, named
 
 
 def _twin(path: Path, manifest: Manifest, options: Options) -> Call | None:
@@ -198,7 +222,8 @@ def _twin(path: Path, manifest: Manifest, options: Options) -> Call | None:
     file = None if manifest.plain is None else path.with_name(manifest.plain)
     if file is None or not file.is_file():
         return None
-    run, own, where = open_program(file, options).plain, manifest.of(()), f"'{file}'"
+    inner, own, where = open_program(file, options), manifest.of(()), f"'{file}'"
+    run, _ = with_names(inner.plain, inner.arguments, manifest.inputs)
     return lambda args, kwargs: divide(run(args, kwargs), own, where)[0]
 
 
