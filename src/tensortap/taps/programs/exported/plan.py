@@ -7,7 +7,7 @@ may still have written to it, and nobody else has.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import fx
 from ..base import Provenance
 from ..scopes import ModuleCall, entering, leaving
 from .graph import Reading
-from .nodes import eager_name, operator_of
+from .nodes import eager_name, operator_of, writes
 
 __all__ = [
     "CallPlan",
@@ -80,10 +80,13 @@ def plan_calls(
     members = reading.members()
     left = leaving(reading.steps, reading.results)
     entered = entering(reading.steps)
+    read = {name for step in reading.steps for name in step.inputs} | set(reading.results)
     plans = []
     for call, inside in members.items():
         exact = signatures.get(call)
         names: Sequence[str | None] = left[call] or _unread(reading, call, inside)
+        if left[call]:
+            names = [*names, *_dropped(reading, inside, left[call][0], read)]
         if exact is not None and _known(exact, reading):
             names = exact.outputs
         else:
@@ -149,6 +152,19 @@ def _unread(reading: Reading, call: ModuleCall, inside: Sequence[str]) -> Sequen
     data = {step.name for step in reading.steps if step.data}
     alone = len(inside) == 1 and call[0] in reading.stock and inside[0] in data
     return inside if alone else ()
+
+
+def _dropped(
+    reading: Reading, inside: Sequence[str], main: str, read: Collection[str]
+) -> list[str]:
+    """What a call made last and nobody read: it, and not what was read, may be what it returned."""
+    data = {step.name for step in reading.steps if step.data and not step.passes_on}
+    later = [
+        name
+        for name in inside[inside.index(main) + 1 :]
+        if name in data and name not in read and not writes(reading.nodes[name])
+    ]
+    return later[-1:]
 
 
 def _known(exact: Signature, reading: Reading) -> bool:
