@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import tensortap as tap
 from programs.onnx_support import heard, opened, sure
-from tensortap.errors import OptionError, TargetError
+from tensortap.errors import OptionError, SelectionError, TargetError
 from tensortap.taps.programs.base import Program
 from tensortap.taps.programs.onnx.kind import KIND
 
@@ -207,7 +207,11 @@ def test_a_model_without_names_gives_its_outputs(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     with tap.record(program, tmp_path / "run") as rec:
         output = rec.run(x)
-    assert torch.equal(tap.open(tmp_path / "run")[""].output, output)
+    run = tap.open(tmp_path / "run")
+    assert torch.equal(run[""].output, output)
+    assert any("--names-from" in note and "--weights" in note for note in run.notes)
+    with pytest.raises(SelectionError, match=r"'blocks' selects nothing.*--names-from"):
+        tap.record(program, tmp_path / "none", layers=["blocks"])
 
 
 def test_what_fails_is_raised_and_not_logged(capfd: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,8 @@ class OnnxProgram:
             add_by_weights(layers, self._blocks, loaded, options.weights)
         self._layers = layers
         self.notes += layers.notes
-        self.absent = _ABSENT if layers.names else _NAMELESS
+        self.nameless: str | None = None if layers.names else _NAMELESS
+        self.absent = self.nameless or _ABSENT
         self.places: Sequence[Place] = _places(layers, provenance)
         self.arguments: Sequence[Argument] | None = arguments_of(loaded.model)
         self._results = [output.name for output in loaded.model.graph.output]
