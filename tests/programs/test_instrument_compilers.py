@@ -9,6 +9,7 @@ from torch import nn
 from programs.heard import Heard, assert_taps, heard, hooks_on
 from programs.models import MODELS
 from support import Net
+from tensortap.errors import OptionError
 from tensortap.taps.instrument.wrapper import instrument
 from tensortap.taps.leaves import flatten
 
@@ -129,3 +130,9 @@ def test_a_cache_of_transformers_goes_in_and_out() -> None:
         assert [tuple(tap.shape) for tap in taps] == [(1, ids.shape[1], 32)] * 2
         assert output.past_key_values is caches[1]
     assert [cache.get_seq_length() for cache in caches] == [7, 7]
+
+
+def test_scripting_is_a_sentence() -> None:
+    wrapped = instrument(nn.Sequential(nn.Linear(2, 2)), "leaves")
+    with pytest.raises(OptionError, match=r"torch\.jit\.script cannot compile.*Trace it"):
+        torch.jit.script(wrapped)

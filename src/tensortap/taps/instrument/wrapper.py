@@ -207,6 +207,13 @@ class Instrumented(nn.Module):
             ),
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` asks for first: our forward has no source that it could read."""
+        raise OptionError(
+            "torch.jit.script cannot compile an instrumented model, whose forward is made while "
+            "the program runs. Trace it: torch.jit.trace(wrapped, example)."
+        )
+
     def remove(self) -> None:
         """Take off the hooks that stayed on the model after `torch.compile` or a strict export."""
         self._recorder.kept = False
