@@ -328,6 +328,28 @@ def test_what_is_shared_by_all_calls_does_not_make_them_one() -> None:
     assert wrong(calls, hooked(model, args, {})) == []
 
 
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        x[:, 0].mul_(2.0)
+        return x
+
+
+def test_a_layer_that_writes_into_a_part_of_its_value_is_not_what_it_was_before() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Writes(), nn.Linear(8, 4)).eval().requires_grad_(False)
+    x = torch.randn(2, 8)
+    program = open_program(openvino.convert_model(model, example_input=x))
+    places = {place.name: place for place in program.places}
+    assert "writes into a part of its own value" in (places["0"].gone or "")
+    calls = run_all(program, (x,), {})
+    assert {"0.linear", "1"} <= set(calls) and wrong(calls, hooked(model, (x,), {})) == []
+
+
 class Parallel(nn.Module):
     """Whether `act` ran twice, or once on two tensors, the graph does not tell."""
 

@@ -17,6 +17,7 @@ __all__ = ["LayerCall", "Layers", "find_layers"]
 _FOLDED = "the batch norm behind it was folded into its weights"
 _FUSED = "it was fused with the layer behind it, and its own value is not made"
 _UNUSED = "nothing reads what it returns, so the compiler dropped it"
+_WRITTEN = "it writes into a part of its own value, and what does so bears no layer's name"
 _RENAMED = "the operation behind it lost its name and may be its last"
 _UNCLEAR = "its calls cannot be told apart"
 _AGAIN = re.compile(r"(.+)_\d+")
@@ -104,6 +105,7 @@ def find_layers(graph: Graph) -> Layers:
             call = LayerCall(path, number, good, into.get((path, number), ()))
             heard.append((order[keys[0]], -path.count("."), call))
     gone.update(dict.fromkeys(_before_renamed(steps, out, by_key), _RENAMED))
+    gone.update(dict.fromkeys(_written(values, out), _WRITTEN))
     gone.update(dict.fromkeys(calls.unclear, _UNCLEAR))
     gone.update((path, _FOLDED) for path in paths if _is_folded(own.get(path, ()), fixed))
     gone.update((p, _inside(kind)) for p, kind in graph.hidden.items() if p not in paths)
@@ -193,6 +195,18 @@ def _before_renamed(
         for (path, number), keys in out.items()
         if any(key in reads and (path, number) not in reads[key] for key in keys)
     }
+
+
+def _written(values: Sequence[Value], out: Mapping[ModuleCall, Sequence[str]]) -> set[str]:
+    """Layers that wrote into a part of their own value: what does it bears nobody's name."""
+    sources: dict[str, set[str]] = {}
+    writes = []
+    for value in values:
+        if value.spot is None:
+            sources[value.key] = {found for key in value.reads for found in sources.get(key, {key})}
+            if value.op.startswith("Scatter"):
+                writes.append(sources[value.key])
+    return {path for (path, _), keys in out.items() if any(len(w & set(keys)) > 1 for w in writes)}
 
 
 def _type(own: Sequence[Value], name: str, paths: Mapping[str, None]) -> str:
