@@ -350,6 +350,30 @@ def test_a_layer_that_writes_into_a_part_of_its_value_is_not_what_it_was_before(
     assert {"0.linear", "1"} <= set(calls) and wrong(calls, hooked(model, (x,), {})) == []
 
 
+class Turns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, 4, 4).transpose(0, 1)
+
+
+class Summed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns, self.linear = Turns(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.turns(x).sum(-1))
+
+
+def test_a_layer_whose_last_operation_went_into_its_reader_is_gone() -> None:
+    torch.manual_seed(0)
+    model, x = Summed().eval().requires_grad_(False), torch.randn(4, 4, 4)
+    program = open_program(openvino.convert_model(model, example_input=x))
+    places = {place.name: place for place in program.places}
+    assert "rewrote what reads it" in (places["turns"].gone or "")
+    calls = run_all(program, (x,), {})
+    assert "linear" in calls and wrong(calls, hooked(model, (x,), {})) == []
+
+
 class Parallel(nn.Module):
     """Whether `act` ran twice, or once on two tensors, the graph does not tell."""
 

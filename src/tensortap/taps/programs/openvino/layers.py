@@ -19,7 +19,9 @@ _FUSED = "it was fused with the layer behind it, and its own value is not made"
 _UNUSED = "nothing reads what it returns, so the compiler dropped it"
 _WRITTEN = "it writes into a part of its own value, and what does so bears no layer's name"
 _RENAMED = "the operation behind it lost its name and may be its last"
+_REWRITTEN = "the compiler rewrote what reads it, and may have moved its last operation there"
 _UNCLEAR = "its calls cannot be told apart"
+_WITH_AXES = ("Reduce", "Concat", "Interpolate", "Pad", "Slice", "Split", "StridedSlice")
 _AGAIN = re.compile(r"(.+)_\d+")
 _TYPES = {
     "aten::linear": "Linear",
@@ -105,6 +107,7 @@ def find_layers(graph: Graph) -> Layers:
             call = LayerCall(path, number, good, into.get((path, number), ()))
             heard.append((order[keys[0]], -path.count("."), call))
     gone.update(dict.fromkeys(_before_renamed(steps, out, by_key), _RENAMED))
+    gone.update(dict.fromkeys(_before_rewritten(steps, out, by_key), _REWRITTEN))
     gone.update(dict.fromkeys(_written(values, out), _WRITTEN))
     gone.update(dict.fromkeys(calls.unclear, _UNCLEAR))
     gone.update((path, _FOLDED) for path in paths if _is_folded(own.get(path, ()), fixed))
@@ -194,6 +197,24 @@ def _before_renamed(
         path
         for (path, number), keys in out.items()
         if any(key in reads and (path, number) not in reads[key] for key in keys)
+    }
+
+
+def _before_rewritten(
+    steps: Sequence[Step], out: Mapping[ModuleCall, Sequence[str]], values: Mapping[str, Value]
+) -> set[str]:
+    """Layers before an operation of the compiler's own: a sum that has swallowed a transpose."""
+    readers: dict[str, list[Step]] = {}
+    for step in steps:
+        value = values[step.name]
+        ours = value.spot is None and not value.names and not value.result
+        if ours and value.op.startswith(_WITH_AXES):
+            for key in step.inputs:
+                readers.setdefault(key, []).append(step)
+    return {
+        path
+        for (path, number), keys in out.items()
+        if any((path, number) not in step.calls for key in keys for step in readers.get(key, ()))
     }
 
 
