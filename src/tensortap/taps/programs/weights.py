@@ -11,10 +11,20 @@ import torch
 
 from ...errors import OptionError
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "Role", "open_checkpoint"]
 
 _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Role:
+    """Where an operation has its data, its weight, and the rest of its layer's tensors."""
+
+    data: int
+    weight: int
+    others: tuple[int, ...] = ()
+    type: str = ""
 
 
 @dataclass(frozen=True)

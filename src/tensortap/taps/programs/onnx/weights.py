@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..weights import open_checkpoint
+from ..weights import Role, open_checkpoint
 from .files import Loaded
 from .graph import Block, Node
 from .layers import Call, Layers
@@ -29,24 +29,14 @@ ELSEWHERE = "its weights are read by nodes that do not tell what it returns"
 _FLOATS = {1, 10, 11, 16}
 
 
-@dataclass(frozen=True)
-class _Role:
-    """Where a node has its data, its weight, and the rest of its layer's tensors."""
-
-    data: int
-    weight: int
-    others: tuple[int, ...] = ()
-    type: str = ""
-
-
 _ROLES = {
-    "MatMul": _Role(0, 1, (), "Linear"),
-    "Gemm": _Role(0, 1, (2,), "Linear"),
-    "Conv": _Role(0, 1, (2,)),
-    "ConvTranspose": _Role(0, 1, (2,)),
-    "Gather": _Role(1, 0, (), "Embedding"),
-    "LayerNormalization": _Role(0, 1, (2,), "LayerNorm"),
-    "BatchNormalization": _Role(0, 1, (2, 3, 4)),
+    "MatMul": Role(0, 1, (), "Linear"),
+    "Gemm": Role(0, 1, (2,), "Linear"),
+    "Conv": Role(0, 1, (2,)),
+    "ConvTranspose": Role(0, 1, (2,)),
+    "Gather": Role(1, 0, (), "Embedding"),
+    "LayerNormalization": Role(0, 1, (2,), "LayerNorm"),
+    "BatchNormalization": Role(0, 1, (2, 3, 4)),
 }
 
 

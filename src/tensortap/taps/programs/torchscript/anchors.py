@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..base import Provenance
+from ..weights import Role
 from .copies import holds_tensors
 from .graphs import nodes_of
 from .neighbours import Found, Neighbours, made_by
@@ -50,31 +51,21 @@ class Anchored:
     reading: set[int]  # the nodes that read any weight
 
 
-@dataclass(frozen=True)
-class _Role:
-    """Where an op has its data, its weight, and the rest of its layer's tensors."""
-
-    data: int
-    weight: int
-    others: tuple[int, ...] = ()
-    type: str = ""
-
-
 _ROLES = {
-    "aten::linear": _Role(0, 1, (2,), "Linear"),
-    "aten::matmul": _Role(0, 1),
-    "aten::mm": _Role(0, 1),
-    "aten::embedding": _Role(1, 0, (), "Embedding"),
-    "aten::conv1d": _Role(0, 1, (2,), "Conv1d"),
-    "aten::conv2d": _Role(0, 1, (2,), "Conv2d"),
-    "aten::conv3d": _Role(0, 1, (2,), "Conv3d"),
-    "aten::_convolution": _Role(0, 1, (2,)),
-    "aten::convolution": _Role(0, 1, (2,)),
-    "aten::layer_norm": _Role(0, 2, (3,), "LayerNorm"),
-    "aten::group_norm": _Role(0, 2, (3,), "GroupNorm"),
-    "aten::batch_norm": _Role(0, 1, (2, 3, 4)),
-    "aten::rms_norm": _Role(0, 2),
-    "aten::prelu": _Role(0, 1, (), "PReLU"),
+    "aten::linear": Role(0, 1, (2,), "Linear"),
+    "aten::matmul": Role(0, 1),
+    "aten::mm": Role(0, 1),
+    "aten::embedding": Role(1, 0, (), "Embedding"),
+    "aten::conv1d": Role(0, 1, (2,), "Conv1d"),
+    "aten::conv2d": Role(0, 1, (2,), "Conv2d"),
+    "aten::conv3d": Role(0, 1, (2,), "Conv3d"),
+    "aten::_convolution": Role(0, 1, (2,)),
+    "aten::convolution": Role(0, 1, (2,)),
+    "aten::layer_norm": Role(0, 2, (3,), "LayerNorm"),
+    "aten::group_norm": Role(0, 2, (3,), "GroupNorm"),
+    "aten::batch_norm": Role(0, 1, (2, 3, 4)),
+    "aten::rms_norm": Role(0, 2),
+    "aten::prelu": Role(0, 1, (), "PReLU"),
 }
 _MAIN = ("weight", "gamma", "scale")
 _VIEWS = ("aten::to", "aten::detach", "aten::alias", "aten::contiguous")
@@ -227,7 +218,7 @@ def _scale(node: Any, known: Mapping[int, Weight]) -> _Role | None:
     readers = [use.user for use in node.output().uses()]
     if len(sides) != 1 or (len(readers) == 1 and readers[0].kind() == "aten::to"):
         return None
-    return _Role(1 - sides[0], sides[0])
+    return Role(1 - sides[0], sides[0])
 
 
 def _adds(
