@@ -211,7 +211,7 @@ def _look(
     return Found(index, end, tuple(candidates), kind, role.type, role.data, weight, bias)
 
 
-def _scale(node: Any, known: Mapping[int, Weight]) -> _Role | None:
+def _scale(node: Any, known: Mapping[int, Weight]) -> Role | None:
     """A product with a weight, as a norm ends; where a cast follows, which of both it returns is
     not known."""
     sides = [index for index in (0, 1) if node.inputsAt(index).unique() in known]
