@@ -303,7 +303,7 @@ class TestTrouble:
             tap.replay(run, "layer", Around(Scaled(), 3.0), X[:2])
         with pytest.raises(OptionError, match="A Target brings its own inputs"):
             tap.replay(run, "layer", tap.Target(Around(Scaled(), 3.0), X), X)
-        with pytest.raises(OptionError, match=r"needs a torch\.nn\.Module"):
+        with pytest.raises(OptionError, match=r"needs the eager torch\.nn\.Module"):
             tap.replay(run, "layer", "model")  # type: ignore[arg-type]
         plain = recorded(nn.Linear(8, 8), X, inputs=True)
         found = tap.replay(plain, "", nn.Linear(8, 3))
