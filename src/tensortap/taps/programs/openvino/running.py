@@ -127,7 +127,8 @@ class _Copy:
             make: Any = openvino.opset13.result
             model.add_results([make(port) for port in ports])
         try:
-            self._compiled = openvino.Core().compile_model(model, "CPU", SETTINGS)
+            threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
+            self._compiled = openvino.Core().compile_model(model, "CPU", {**SETTINGS, **threads})
         except RuntimeError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             raise TargetError(f"OpenVINO cannot compile the model: {lines[-1]}") from error
