@@ -1,0 +1,1 @@
+"""Modes: named variants of a target, declared by it or built in."""
