@@ -267,10 +267,51 @@ def test_the_screen_is_the_documents_section_for_section(comparison: Comparison)
     text = str(layer_screen(replace(comparison, layers=(layer,)), "0"))
     assert text.startswith(SCREEN)
     assert text.endswith("=" * 80)
-    seed = Path("/work/shared/seeds")
-    for document in seed.glob("003*") if seed.exists() else ():
-        original = re.sub(r"[^\x00-\x7f]+\s", "", document.read_text())
-        assert SCREEN.rstrip() in original
+    for original in documents():
+        assert SCREEN.rstrip() in re.sub(r"[^\x00-\x7f]+\s", "", original)
+
+
+SIGNS = {
+    "FP32 Reference Statistics:": "📊",
+    "Mode Output Statistics:": "📊",
+    "Difference (Mode - FP32):": "📏",
+    "Error Metrics:": "❌",
+    "Relative Metrics:": "📈",
+    "Absolute Difference Percentiles:": "📊",
+}
+
+
+def documents() -> list[str]:
+    """Document 003, where it is at hand."""
+    return [path.read_text() for path in Path("/work/shared/seeds").glob("003*")]
+
+
+def digits(words: str) -> str:
+    """The shape of a text: what is left when numbers are made equal."""
+    return re.sub(r"\d", "d", words)
+
+
+def test_the_documents_title_and_signs(comparison: Comparison) -> None:
+    layer = row("backbone.layers.0", example())
+    seen = str(
+        layer_screen(replace(comparison, layers=(layer,)), layer, title="Layer 0", icons=True)
+    )
+    expected = SCREEN
+    for head, sign in SIGNS.items():
+        expected = expected.replace(head, f"{sign} {head}")
+    assert seen.startswith(expected)
+    for original in documents():
+        assert expected.rstrip() in original
+
+
+def test_other_numbers_keep_the_documents_shape(comparison: Comparison) -> None:
+    """Line for line, for what is really measured; below stands what the document has not."""
+    seen = digits(str(layer_screen(comparison, row("0", part(REFERENCE + 0.1 * NOISE)))))
+    lines, expected = seen.splitlines(), digits(SCREEN).splitlines()
+    for line, shape in zip(lines, expected, strict=False):
+        # a minus takes the place of the space before a number
+        assert line.replace("-d", " d") == shape.replace("-d", " d")
+    assert lines[len(expected) + 1].startswith("Verdict: ")
 
 
 def test_the_screen_says_what_the_verdict_rests_on(comparison: Comparison) -> None:
@@ -420,6 +461,70 @@ def test_the_table_of_modes_is_the_documents() -> None:
     assert lines[8].endswith(problem)
     assert lines[-1] == "Layer 0 is blocks.0, the last layer blocks.23."
     assert str(modes) == shown.modes_text(modes)
+
+
+TABLE = """\
+================================================================================
+SUMMARY TABLE - All Modes vs fp32
+================================================================================
+
+Mode       Layer 0 MSE     Layer 0 MAE  Last Layer MSE  Last Layer MAE  Avg Corr
+----------------------------------------------------------------------------------------------------
+0          1.234567e-04    0.012345     2.345678e-04    0.023456        0.999999
+2-0        1.234568e-04    0.012346     2.345679e-04    0.023457        0.999998
+2-1        2.345678e-04    0.023456     3.456789e-04    0.034567        0.999997
+2-2        3.456789e-04    0.034567     4.567890e-04    0.045678        0.999996
+2-3        1.234567e-04    0.012345     2.345678e-04    0.023456        0.999999
+2-4        1.234568e-04    0.012346     2.345679e-04    0.023457        0.999998
+3          2.345678e-04    0.023456     3.456789e-04    0.034567        0.999997
+================================================================================"""
+COLUMNS = ("first_layer_mse", "first_layer_mae", "last_layer_mse", "last_layer_mae")
+
+
+def test_the_documents_table_to_the_letter() -> None:
+    rows = [line.split() for line in TABLE.splitlines()[6:-1]]
+    modes = tuple(
+        mode(
+            name,
+            **dict(zip((*COLUMNS, "mean_correlation"), map(float, values), strict=True)),
+        )
+        for name, *values in rows
+    )
+    assert shown.modes_document_text(Modes("fp32", "runs", modes)) == TABLE
+    turned = shown.modes_document_text(Modes("fp32", "runs", modes[::-1]))
+    assert turned.splitlines()[6:-1] == TABLE.splitlines()[6:-1][::-1]
+    for original in documents():
+        assert TABLE in original
+
+
+def test_the_documents_table_says_in_words_what_has_no_number(comparison: Comparison) -> None:
+    nothing = dict.fromkeys((*COLUMNS, "mean_correlation"), math.nan)
+    only = row("x", part(REFERENCE, difference=None))
+    modes = Modes(
+        "fp16",
+        "runs",
+        (
+            mode("fake:w8a8:0.9999", first_layer_mae=3e-9),
+            mode("constant", mean_correlation=math.nan),
+            mode("summaries", comparison=replace(comparison, layers=(only,)), **nothing),
+            ModeRow("3", "runs/3", problem="It was\nnot closed."),
+        ),
+    )
+    lines = shown.modes_document_text(modes).splitlines()
+    assert lines[1] == "SUMMARY TABLE - All Modes vs fp16"
+    assert lines[6].split() == [
+        "fake:w8a8:0.9999",
+        "1.234567e-04",
+        "3.000000e-09",
+        "2.345678e-04",
+        "0.023456",
+        "0.999999",
+    ]
+    assert lines[7].split()[-1] == "undefined"
+    assert lines[8].split() == ["summaries", *["n/a"] * 5]
+    assert lines[9] == f"{'3':<16} not compared: It was not closed."
+    places = {line.index(cell) for line, cell in ((lines[4], "Layer 0 MSE"), (lines[8], "n/a"))}
+    assert places == {17}
 
 
 def test_modes_on_a_narrow_terminal(terminal: Callable[[int], Terminal]) -> None:

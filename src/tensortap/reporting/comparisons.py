@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import text
 from .console import plain, print_table, table, written
 from .layer_comparison import layer_screen
-from .modes import modes_table, modes_text, print_modes
+from .modes import modes_document_text, modes_table, modes_text, print_modes
 from .provenance import both_sides
 from .verdicts import STYLES, cosine
 
@@ -30,6 +30,7 @@ __all__ = [
     "environment_table",
     "epochs_table",
     "layer_screen",
+    "modes_document_text",
     "modes_table",
     "modes_text",
     "print_comparison",

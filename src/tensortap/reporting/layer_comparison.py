@@ -32,28 +32,36 @@ _MEDIAN = {50: "50th (Median)"}
 
 
 def layer_screen(
-    comparison: Comparison, layer: str | LayerComparison, *, width: int | None = None
+    comparison: Comparison,
+    layer: str | LayerComparison,
+    *,
+    width: int | None = None,
+    title: str | None = None,
+    icons: bool = False,
 ) -> Text:
     """The screen for a layer, given by its name on either side or as its row.
 
-    Long lines are broken at `width`, behind their labels.
+    Long lines are broken at `width`, behind their labels. `title` stands in the heading instead of
+    the layer's own name, as "Layer 0"; `icons` puts the document's signs before its sections.
     """
     from rich.text import Text
 
     row = comparison[layer] if isinstance(layer, str) else layer
     part = row.main
     reference = display_name(comparison.reference)
-    screen = _Screen(width)
+    screen = _Screen(width, icons)
+    called = f"Layer {text.layer_name(row.layer)}" if title is None else text.clean(title)
     screen.rule()
-    screen.line(f"Layer {text.layer_name(row.layer)} - Comparison Results", "bold")
+    screen.line(f"{called} - Comparison Results", "bold")
     screen.rule()
     if part is not None:
-        screen.statistics(f"{reference} Reference Statistics:", part.reference_summary)
-        screen.statistics("Mode Output Statistics:", part.candidate_summary)
+        before, after = part.reference_summary, part.candidate_summary
+        screen.statistics(f"{reference} Reference Statistics:", before, "📊")
+        screen.statistics("Mode Output Statistics:", after, "📊")
         if part.difference is not None:
             screen.metrics(part.difference, reference)
-        elif part.reference_summary is not None and part.candidate_summary is not None:
-            screen.moments(part.reference_summary, part.candidate_summary, reference)
+        elif before is not None and after is not None:
+            screen.moments(before, after, reference)
     screen.verdict(row, part)
     if part is not None and part.difference is not None:
         screen.elements(part, part.difference)
@@ -77,9 +85,10 @@ def display_name(path: str) -> str:
 class _Screen:
     """Collects lines; a method a section."""
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, width: int | None, icons: bool) -> None:
         self.lines: list[Text] = []
         self._width = width
+        self._icons = icons
 
     def line(self, words: str = "", style: str = "") -> None:
         from rich.text import Text
@@ -89,10 +98,10 @@ class _Screen:
     def rule(self) -> None:
         self.line("=" * WIDTH, "dim")
 
-    def head(self, words: str) -> None:
+    def head(self, words: str, icon: str = "") -> None:
         if str(self.lines[-1]) != "=" * WIDTH or len(self.lines) > 2:
             self.line()
-        self.line(words, "bold cyan")
+        self.line(f"{icon} {words}" if icon and self._icons else words, "bold cyan")
 
     def item(self, label: str, value: str, style: str = "") -> None:
         from rich.text import Text
@@ -108,8 +117,8 @@ class _Screen:
         lines = textwrap.wrap(value.strip(), room, break_on_hyphens=False)
         return " " + ("\n" + " " * indent).join(lines)
 
-    def statistics(self, head: str, summary: Summary | None) -> None:
-        self.head(head)
+    def statistics(self, head: str, summary: Summary | None, icon: str) -> None:
+        self.head(head, icon)
         if summary is None:
             self.line("  (no summary was kept)", "dim")
             return
@@ -118,20 +127,20 @@ class _Screen:
         self.line(f"  {'Range:':<10} [{fixed(summary.min)}, {fixed(summary.max)}]")
 
     def metrics(self, d: Difference, reference: str) -> None:
-        self.head(f"Difference (Mode - {reference}):")
+        self.head(f"Difference (Mode - {reference}):", "📏")
         self.item("Mean Diff", fixed(d.mean))
         self.item("Std Diff", fixed(d.std))
         self.item("Mean Abs Diff", fixed(d.mae))
         self.item("Max Abs Diff", fixed(d.max_abs))
-        self.head("Error Metrics:")
+        self.head("Error Metrics:", "❌")
         self.item("MSE", f" {scientific(d.mse)}")
         self.item("RMSE", fixed(d.rmse))
         self.item("MAE", fixed(d.mae))
-        self.head("Relative Metrics:")
+        self.head("Relative Metrics:", "📈")
         self.item("Relative MSE", f" {_share(d.relative_mse)}")
         self.item("Relative MAE", f" {_share(d.relative_mae)}")
         self.item("Correlation", fixed(d.correlation))
-        self.head("Absolute Difference Percentiles:")
+        self.head("Absolute Difference Percentiles:", "📊")
         if not d.percentiles:
             self.line("  (not computed)", "dim")
             return
@@ -142,7 +151,7 @@ class _Screen:
 
     def moments(self, reference: Summary, candidate: Summary, name: str) -> None:
         """What two summaries tell without the tensors."""
-        self.head(f"Difference (Mode - {name}):")
+        self.head(f"Difference (Mode - {name}):", "📏")
         for label, field in (
             ("Mean", "mean"),
             ("Std", "std"),

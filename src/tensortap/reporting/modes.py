@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import text
@@ -14,9 +15,18 @@ if TYPE_CHECKING:
 
     from ..comparing.modes import ModeRow, Modes
 
-__all__ = ["modes_table", "modes_text", "print_modes"]
+__all__ = ["modes_document_text", "modes_table", "modes_text", "print_modes"]
 
 WIDTH = 80
+_COLUMNS = (
+    ("Mode", 10),
+    ("Layer 0 MSE", 15),
+    ("Layer 0 MAE", 12),
+    ("Last Layer MSE", 15),
+    ("Last Layer MAE", 15),
+    ("Avg Corr", 10),
+)
+_RULE = 100  # letters of the document's rule below its columns
 _ROOM = 150  # letters that leave some for the reasons beside the numbers
 
 
@@ -74,14 +84,14 @@ def _divergence(row: ModeRow) -> tuple[str, str]:
     return ("none", "green") if row.same else ("none, but incomparable", "bold red")
 
 
-def _scientific(value: float | None) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.6e}"
+def _scientific(value: float | None, lacking: str = "-") -> str:
+    return lacking if value is None or math.isnan(value) else f"{value:.6e}"
 
 
-def _fixed(value: float | None) -> str:
+def _fixed(value: float | None, lacking: str = "-") -> str:
     """Six decimals, as the document has it; an exponent where they would hide the number."""
     if value is None or math.isnan(value):
-        return "-"
+        return lacking
     plainly = value == 0 or 1e-6 <= abs(value) < 1e9 or math.isinf(value)
     return f"{value:.6f}" if plainly else f"{value:.6e}"
 
@@ -124,3 +134,49 @@ def modes_text(modes: Modes) -> str:
     console = plain()
     print_modes(console, modes)
     return written(console)
+
+
+def modes_document_text(modes: Modes) -> str:
+    """The document's own table to the letter, and nothing else; a row a mode, in their order.
+
+    A number that a mode has not got is called what it is: undefined, or n/a where summaries alone
+    were compared. A mode that could not be compared says why.
+    """
+    names = [text.clean(row.mode) for row in modes.modes]
+    first, *rest = (wide for _, wide in _COLUMNS)
+    widths = (max(first, *map(len, names)) if names else first, *rest)
+    lines = [
+        "=" * WIDTH,
+        f"SUMMARY TABLE - All Modes vs {text.clean(modes.reference)}",
+        "=" * WIDTH,
+        "",
+        _aligned([title for title, _ in _COLUMNS], widths),
+        "-" * _RULE,
+    ]
+    for name, row in zip(names, modes.modes, strict=True):
+        if row.problem:
+            lines.append(_aligned([name, f"not compared: {_one_line(row.problem)}"], widths))
+            continue
+        lacking = "n/a" if _by_summaries(row) else "undefined"
+        cells = [
+            _scientific(row.first_layer_mse, lacking),
+            _fixed(row.first_layer_mae, lacking),
+            _scientific(row.last_layer_mse, lacking),
+            _fixed(row.last_layer_mae, lacking),
+            _fixed(row.mean_correlation, lacking),
+        ]
+        lines.append(_aligned([name, *cells], widths))
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(f"{cell:<{wide}}" for cell, wide in zip(cells, widths, strict=False)).rstrip()
+
+
+def _by_summaries(row: ModeRow) -> bool:
+    found = row.comparison
+    return found is not None and all(layer.by_summaries for layer in found.compared)
+
+
+def _one_line(words: str) -> str:
+    return text.clean(" ".join(words.split()))
