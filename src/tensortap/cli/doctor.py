@@ -11,14 +11,15 @@ _EXTRAS = {
     "hf": ("transformers", "accelerate"),
     "onnx": ("onnx", "onnxruntime"),
     "openvino": ("openvino",),
+    "quant": ("torchao",),
 }
 _PURPOSES = {
     "plot": "pictures (plot)",
     "hf": "checkpoints (hf:DIR)",
     "onnx": "ONNX models (record model.onnx)",
     "openvino": "OpenVINO models (record model.xml)",
+    "quant": "the modes int8, int8wo, int4wo, fp8, and quantised exported programs",
 }
-_BESIDE = {"torchao": "quantised exported programs (record model.pt2)"}
 _PACKAGES = ("torch", "numpy", "safetensors", "rich", "typer")
 
 
@@ -41,8 +42,6 @@ def doctor(json: JsonOption = False) -> None:
         if extra["missing"]:
             what = f"missing {', '.join(extra['missing'])}; install with: {extra['install']}"
         say(f"{'extra ' + name:<14} {what}; for {extra['purpose']}")
-    for name, beside in facts["beside"].items():
-        say(f"{name:<14} {beside['version'] or 'not installed'}; for {beside['purpose']}")
     devices = facts["cuda"]["devices"]
     for index, device in enumerate(devices):
         say(f"{f'cuda:{index}':<14} {device['name']}, {device['memory_gib']:.0f} GiB")
@@ -70,10 +69,6 @@ def _examine() -> dict[str, Any]:
         "numerics": backend.describe(),
         "layouts": layouts.names(),
         "extras": {name: _extra(name, packages) for name, packages in _EXTRAS.items()},
-        "beside": {
-            name: {"version": _version(name), "purpose": purpose}
-            for name, purpose in _BESIDE.items()
-        },
         "cuda": _cuda(),
     }
 
