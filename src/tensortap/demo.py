@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .errors import OptionError
 from .targets import Target
 
-__all__ = ["BUG_GAIN", "BUG_LAYER", "MODES", "DemoModel", "Int8Linear", "build"]
+__all__ = ["BUG_GAIN", "BUG_LAYER", "MODES", "MODE_GROUPS", "DemoModel", "Int8Linear", "build"]
 
 VOCABULARY = 1000
 _DTYPES: dict[str, torch.dtype] = {
@@ -25,6 +25,11 @@ _DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64,
 }
 MODES: tuple[str, ...] = (*_DTYPES, "int8", "bug")
+MODE_GROUPS: dict[str, tuple[str, ...]] = {
+    "essential": ("fp32", "bf16", "int8"),
+    "fp_only": ("fp32", "bf16", "fp16"),
+    "quant_only": ("int8",),
+}
 BUG_LAYER = "blocks.4.mlp.down"
 BUG_GAIN = 1.02
 
