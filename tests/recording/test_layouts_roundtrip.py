@@ -240,6 +240,17 @@ def test_npz_collects_modes_and_import_parts_them(tmp_path: Path) -> None:
         import_tree(out, str(tmp_path / "none"), mode="int8")
 
 
+@pytest.mark.parametrize("layout", ["npy", "npz"])
+def test_what_is_told_goes_to_the_head_of_the_statistics(tmp_path: Path, layout: str) -> None:
+    about = {"model": "mine", "weights": "seed 0", "pretrained_dir": "here", "limit": float("inf")}
+    export(make(tmp_path / "run"), layout, tmp_path / "out", about=about)
+    (path,) = (tmp_path / "out").glob("*_stats.json")
+    stats = json.loads(path.read_text())
+    assert [stats[key] for key in about] == ["mine", "seed 0", "here", None]
+    (again,) = import_tree(tmp_path / "out", str(tmp_path / "again"))
+    assert again.mode == "fp32"
+
+
 def test_foreign_pt_tree(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()

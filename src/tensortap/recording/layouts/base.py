@@ -8,7 +8,7 @@ through the same registry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -50,11 +50,12 @@ def _silent(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the user asked of an export."""
+    """What the user asked of an export; `about` goes to the head of the statistics as it is."""
 
     mode: str | None = None
     layer: str | None = None
     overwrite: bool = False
+    about: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = _silent
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "fill_blocks",
     "found_structure",
     "in_order",
+    "json_safe",
     "mode_of",
     "plain",
     "short_names",

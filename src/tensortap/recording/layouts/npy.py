@@ -29,7 +29,7 @@ from .batches import (
     write_json,
 )
 from .files import folder, inside, listing, safe_name, writing
-from .naming import fill_blocks, mode_of, plain, told_about
+from .naming import fill_blocks, json_safe, mode_of, plain, told_about
 
 if TYPE_CHECKING:
     from ..reader import Recording
@@ -73,7 +73,8 @@ class NpyLayout:
             files.append(name)
         if not files:
             raise LayoutError(f"Nothing could be exported. {skipped[0].reason}")
-        stats = {"mode": mode, **told_about(recording), "layers": layers}
+        about = {**told_about(recording), **json_safe(options.about)}
+        stats = {"mode": mode, **about, "layers": layers}
         write_json(out / f"{stem}_stats.json", stats)
         options.progress(len(groups), len(groups))
         return Exported(

@@ -35,7 +35,7 @@ from .batches import (
     write_json,
 )
 from .files import folder, inside, listing, safe_name, writing
-from .naming import mode_of, plain, told_about
+from .naming import json_safe, mode_of, plain, told_about
 from .npy import unreadable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class NpzLayout:
                     _write(target, f"mode_{mode}_{port}.npy", array)
                     told[port] = describe(records, array.shape)
         options.progress(1, 1)
-        write_json(_stats_path(path), _stats(recording, stats, mode, told))
+        write_json(_stats_path(path), _stats(recording, stats, mode, told, options.about))
         notes = [
             f"The {port} of '{layer}' is not in the recording, so the key mode_{mode}_{port} is "
             f"not in the file.{' Record with --inputs.' if port == 'input' else ''}"
@@ -147,7 +147,11 @@ def _old_stats(path: Path) -> dict[str, Any]:
 
 
 def _stats(
-    recording: Recording, old: Mapping[str, Any], mode: str, told: Mapping[str, Any]
+    recording: Recording,
+    old: Mapping[str, Any],
+    mode: str,
+    told: Mapping[str, Any],
+    given: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The document's statistics, with what an import needs beside them."""
     shape = next(told[port]["shape"] for port in _PORTS if port in told)
@@ -159,6 +163,7 @@ def _stats(
         "model": about["model"],
         "pretrained_dir": spec.removeprefix("hf:") if spec.startswith("hf:") else None,
         "seq_len": shape[1] if len(shape) > 1 else None,
+        **json_safe(given),
         "modes": {
             **(modes if isinstance(modes, dict) else {}),
             mode: {**told, **{key: about[key] for key in ("structure", "inputs", "target")}},
