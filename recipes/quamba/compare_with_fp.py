@@ -1,0 +1,239 @@
+"""Compares the saved outputs of a mode with those of a reference, as document 003 has it.
+
+    python3 compare_with_fp.py 2-1 --reference fp32 --output_dir layer_outputs
+
+shows each saved layer in full and writes comparisons/mode_2-1_vs_fp32.json. Several modes, or
+`all`, make the document's table instead. What is compared are the .npy files, whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import recipe
+from quamba.mode_config import MODE_GROUPS, MODES
+from recipe import note, say
+
+if TYPE_CHECKING:
+    from tensortap import Comparison, Modes
+    from tensortap.recording.layouts import Tree
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Compare saved layer outputs of a mode with those of a reference mode.",
+        epilog="Exit code of one mode: 0 the same or within rounding, 1 diverged, 2 trouble. Of "
+        "several: 0 the table was made, 2 a mode could not be compared.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "mode", nargs="+", metavar="MODE", help="a saved mode; several, or all, make a table"
+    )
+    parser.add_argument("--reference", default="fp32", metavar="MODE", help="default: fp32")
+    parser.add_argument(
+        "--output_dir", default=recipe.OUTPUT_DIR, metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--save_comparison",
+        metavar="FILE",
+        help=f"where the JSON goes (default: {recipe.COMPARISONS}/mode_<MODE>_vs_<REFERENCE>.json)",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=("documents", "device"),
+        help="judge by fixed limits instead of by rounding: the document's MSE < 1e-2 and "
+        "correlation > 0.99",
+    )
+    return parser
+
+
+def command() -> int:
+    options = arguments().parse_args()
+    from tensortap.errors import OptionError
+
+    trees = saved_modes(Path(options.output_dir))
+    check_saved(options.reference, trees, options.output_dir, "reference ")
+    modes = wanted_modes(options.mode, options.reference, trees, options.output_dir)
+    if len(modes) > 1 and options.save_comparison is not None:
+        raise OptionError("--save_comparison names one file, and there are several modes.")
+    with recipe.scratch(Path()) as folder:
+        for mode in (options.reference, *modes):
+            take_in(trees[mode], mode, options.output_dir, folder)
+        if len(modes) > 1 or options.mode[0] in MODE_GROUPS:
+            return table(folder, options)
+        return screens(folder, modes[0], options)
+
+
+def saved_modes(folder: Path) -> dict[str, Tree]:
+    """The modes of which there are .npy files, in the order of the document."""
+    from tensortap.errors import LayoutError
+    from tensortap.recording.layouts import get
+
+    npy = get("npy")
+    if not npy.detect(folder):
+        raise LayoutError(
+            f"There are no files mode_<mode>_layer_<i>.npy in {folder}. Save them first, the "
+            f"reference with: {recipe.save_command('fp32', str(folder))}"
+        )
+    trees = {str(tree.mode): tree for tree in npy.read(folder)}
+    return {mode: trees[mode] for mode in sorted(trees)}
+
+
+def check_saved(mode: str, trees: Mapping[str, Tree], folder: str, what: str = "") -> None:
+    """A mode that was not saved is said with the command that saves it."""
+    from tensortap.errors import OptionError
+
+    if mode in trees:
+        return
+    there = f"{folder} holds {', '.join(trees)}"
+    if mode not in MODES:
+        raise OptionError(
+            f"There is no {what}mode {mode!r}. The modes are {', '.join(MODES)}; {there}."
+        )
+    raise OptionError(
+        f"The {what}mode {mode} is not saved; {there}. Save it first: "
+        f"{recipe.save_command(mode, folder)}"
+    )
+
+
+def wanted_modes(
+    words: Sequence[str], reference: str, trees: Mapping[str, Tree], folder: str
+) -> list[str]:
+    """The modes to compare; those of a group that are not saved are left out, and told of."""
+    from tensortap.errors import OptionError
+
+    found: dict[str, None] = {}
+    for word in words:
+        if word not in MODE_GROUPS:
+            check_saved(word, trees, folder)
+            if word == reference:
+                raise OptionError(f"Mode {word} is the reference itself. Name another mode.")
+            found[word] = None
+            continue
+        for mode in dict.fromkeys((*MODE_GROUPS[word], *(trees if word == "all" else ()))):
+            if mode in trees and mode != reference:
+                found[mode] = None
+            elif mode != reference:
+                note(f"Mode {mode} is not saved: {recipe.save_command(mode, folder)}")
+    if not found:
+        raise OptionError(
+            f"There is nothing to compare with {reference} in {folder}. Save another mode first: "
+            f"{recipe.save_command('2-1', folder)}"
+        )
+    return list(found)
+
+
+def take_in(tree: Tree, mode: str, source: str, folder: Path) -> None:
+    """One mode's files as a recording."""
+    from tensortap.recording.layouts import import_tree
+    from tensortap.targets.modes.declared import folder_name
+
+    import_tree(source, f"{folder}/{folder_name(mode)}", layout="npy", mode=tree.mode)
+
+
+def screens(folder: Path, mode: str, options: argparse.Namespace) -> int:
+    """One mode: the document's screen for each layer."""
+    import tensortap as tap
+    from tensortap.reporting.comparisons import layer_screen
+    from tensortap.reporting.console import stdout
+    from tensortap.targets.modes.declared import folder_name
+
+    runs = [tap.open(folder / folder_name(name)) for name in (options.reference, mode)]
+    blocks = runs[0].manifest.structure.blocks
+    result = named(tap.compare(*runs, preset=options.preset), options.reference, mode)
+    console = stdout()
+    for warning in result.warnings:
+        note(warning)
+    for row in result.layers:
+        title = f"Layer {blocks.index(row.layer)}" if row.layer in blocks else None
+        screen = layer_screen(result, row, width=console.width, title=title, icons=True)
+        console.print(screen, soft_wrap=True)
+    target = options.save_comparison
+    save(result, Path(target) if target else comparison_file(mode, options.reference))
+    if not result.compared:
+        return recipe.TROUBLE
+    return recipe.DONE if result.same else recipe.DIFFERS
+
+
+def named(result: Comparison, reference: str, mode: str) -> Comparison:
+    """The comparison with the modes' names in place of the folders it was made from."""
+    return replace(result, reference=reference, candidate=mode)
+
+
+def comparison_file(mode: str, reference: str) -> Path:
+    from tensortap.targets.modes.declared import folder_name
+
+    stem = f"mode_{folder_name(mode)}_vs_{folder_name(reference)}"
+    return Path(recipe.COMPARISONS) / f"{stem}.json"
+
+
+def save(result: Comparison, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result.to_json(path)
+    note(f"The comparison is saved in {path}.")
+
+
+def table(folder: Path, options: argparse.Namespace) -> int:
+    """Several modes: the document's table, and which of them are the same bits."""
+    import tensortap as tap
+    from tensortap.reporting.comparisons import modes_document_text
+
+    modes = tap.compare_modes(folder, reference=options.reference, preset=options.preset)
+    rows = tuple(
+        replace(
+            row,
+            path=f"{options.output_dir}/mode_{row.mode}",
+            comparison=row.comparison and named(row.comparison, modes.reference, row.mode),
+        )
+        for row in modes.modes
+    )
+    modes = replace(modes, folder=options.output_dir, modes=rows)
+    for warning in modes.warnings:
+        note(warning)
+    say(modes_document_text(modes))
+    for line in in_words(modes, folder):
+        say(line)
+    for row in modes.modes:
+        if row.comparison is not None:
+            save(row.comparison, comparison_file(row.mode, modes.reference))
+    return recipe.TROUBLE if any(row.problem for row in modes.modes) else recipe.DONE
+
+
+def in_words(modes: Modes, folder: Path) -> list[str]:
+    """What the table does not show: modes that are the same bits, and mode 0 against 2-1."""
+    import tensortap as tap
+    from tensortap.targets.modes.declared import folder_name
+
+    names = [modes.reference, *(row.mode for row in modes.modes)]
+    digests: dict[str, list[str]] = {}
+    for name in names:
+        run = tap.open(folder / folder_name(name))
+        digest = hashlib.blake2b()
+        for record in run.records:
+            digest.update(record.tensor().contiguous().numpy().tobytes())
+        digests.setdefault(digest.hexdigest(), []).append(name)
+    equal = [" = ".join(group) for group in digests.values() if len(group) > 1]
+    lines = [f"The same bits at every saved layer: {'; '.join(equal) or 'no two modes'}."]
+    if {"0", "2-1"} <= set(names):
+        lines.append(_fused_and_plain(tap.compare(folder / "0", folder / "2-1")))
+    return lines
+
+
+def _fused_and_plain(result: Comparison) -> str:
+    """How far the fused path of mode 0 and the plain PyTorch of mode 2-1 are apart."""
+    rows = [row for row in result.compared if row.difference is not None]
+    told = [
+        f"{row.layer} max abs {row.difference.max_abs:.3e}, MSE {row.difference.mse:.3e}"
+        for row in rows
+        if row.difference is not None
+    ]
+    return f"Fused (mode 0) against plain PyTorch (mode 2-1): {'; '.join(told)}."
+
+
+if __name__ == "__main__":
+    recipe.main(command)

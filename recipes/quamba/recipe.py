@@ -1,0 +1,205 @@
+"""What the scripts of this folder share: finding tensortap, recording modes, how a command ends."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parent.parent / "src"
+
+if importlib.util.find_spec("tensortap") is None and (SOURCES / "tensortap").is_dir():
+    sys.path.insert(0, str(SOURCES))  # a clone in which nothing was installed
+
+if TYPE_CHECKING:
+    from tensortap import Recording
+    from tensortap.targets.modes.record import RecordedModes
+
+MODEL = "quamba-130m-w8a8"
+PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
+OUTPUT_DIR = "layer_outputs"
+COMPARISONS = "comparisons"
+FLOATS = ("fp32", "fp16", "bf16", "fp64")
+TINY = "TENSORTAP_TINY"
+DONE, DIFFERS, TROUBLE = 0, 1, 2
+
+
+def main(command: Callable[[], int]) -> NoReturn:
+    """Run a script's command and leave with its exit code; trouble is a sentence."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:  # a terminal that cannot show a letter gets an escape for it
+            reconfigure(errors="backslashreplace")
+    try:
+        import typer
+
+        from tensortap.cli.common import guarded
+    except ModuleNotFoundError as error:
+        sys.exit(_lacking(error.name or "tensortap"))
+    try:
+        guarded(command)()
+    except typer.Exit as left:
+        sys.exit(left.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "numpy"):
+            raise
+        sys.exit(_lacking(error.name))
+    sys.exit(DONE)
+
+
+def _lacking(package: str) -> int:
+    """Say what has to be installed; the exit code."""
+    say = f"tensortap: this recipe needs {package}, which {sys.executable} cannot import. "
+    print(say + "Install it with: pip install 'tensortap[hf]'", file=sys.stderr)
+    return TROUBLE
+
+
+def say(text: str = "") -> None:
+    """A line of the result, on stdout."""
+    print(text)
+
+
+def note(text: str) -> None:
+    """Something worth knowing, on stderr."""
+    print(f"note: {' '.join(text.split())}", file=sys.stderr)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What every script that runs the model takes."""
+    parser.add_argument(
+        "--pretrained_dir",
+        default=PRETRAINED_DIR,
+        metavar="DIR",
+        help="a transformers checkpoint of a Mamba model (default: %(default)s; without that "
+        "folder, seeded random weights)",
+    )
+    parser.add_argument(
+        "--percentile",
+        type=float,
+        default=0.9999,
+        metavar="P",
+        help="where SSM input and state are clipped in calibration; 1 is min-max "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--hadamard",
+        action="store_true",
+        help="turn what goes into out_proj by a Hadamard matrix",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random weights (default: 0)")
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        default=os.environ.get(TINY, "") not in ("", "0"),
+        help=f"24 layers of very small widths, for tests; so does {TINY}=1",
+    )
+
+
+def model_options(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """What the target's function is given besides mode, samples and length."""
+    return {
+        "model": model,
+        "pretrained_dir": options.pretrained_dir,
+        "percentile": options.percentile,
+        "hadamard": options.hadamard,
+        "seed": options.seed,
+        "tiny": options.tiny,
+    }
+
+
+def is_quantised(mode: str) -> bool:
+    """Whether a mode computes in anything but floats."""
+    return mode not in FLOATS
+
+
+def save_command(mode: str, output_dir: str = OUTPUT_DIR) -> str:
+    """The command that saves a mode, as the document has it."""
+    quantize = " --quantize" if is_quantised(mode) else ""
+    return (
+        f"python3 save_layer_outputs.py {MODEL} --pretrained_dir {PRETRAINED_DIR} "
+        f"--mode {mode}{quantize} --output_dir {output_dir}"
+    )
+
+
+@contextlib.contextmanager
+def scratch(beside: Path) -> Iterator[Path]:
+    """A folder that is gone afterwards, on the disk that the results go to."""
+    from tensortap.errors import OptionError
+
+    try:
+        beside.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".tensortap-", dir=beside))
+    except OSError as error:
+        raise OptionError(
+            f"Nothing can be written to {beside}: {error.strerror or error}. Choose another place."
+        ) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def modes_of(wanted: Sequence[str]) -> tuple[str, ...]:
+    """The modes that groups, lists and names stand for."""
+    from quamba.target import build
+
+    from tensortap.targets.modes.declared import mode_names
+
+    return mode_names(build, wanted)
+
+
+def record(
+    modes: Sequence[str],
+    folder: Path,
+    *,
+    layers: Sequence[str],
+    inputs: bool,
+    samples: int,
+    seq_len: int,
+    options: dict[str, Any],
+) -> RecordedModes:
+    """Record the modes one after the other in this process; those that fail are told of."""
+    from quamba.target import build
+
+    import tensortap as tap
+    from tensortap.reporting.progress import progress
+
+    with progress("Recording") as advance:
+        recorded = tap.record_modes(
+            build,
+            folder,
+            modes=list(modes),
+            layers=list(layers),
+            inputs=inputs,
+            options={**options, "samples": samples, "seq_len": seq_len},
+            progress=advance,
+        )
+    told: Iterable[str] = dict.fromkeys(text for mode in recorded.modes for text in mode.notes)
+    for text in told:
+        note(text)
+    for mode in recorded.failed:
+        note(f"Mode {mode.mode} failed: {mode.problem}")
+    return recorded
+
+
+def facts(run: Recording) -> dict[str, Any]:
+    """What the statistics say of the model besides what was asked for: its weights above all."""
+    config = run.manifest.target.get("config")
+    config = config if isinstance(config, dict) else {}
+    return {"weights": config.get("weights"), "tiny": bool(config.get("tiny"))}
