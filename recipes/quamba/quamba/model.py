@@ -1,0 +1,166 @@
+"""The float model, from seeded random weights or a local checkpoint, and its other modes.
+
+The only module here that imports transformers: import it where a model is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import MambaConfig, MambaForCausalLM
+
+from tensortap.errors import TargetError
+
+from .calibration import Scales, calibrate
+from .layers import Int8Linear
+from .mixer import float_mixer, int8_mixer
+from .mode_config import ModeConfig
+
+__all__ = ["Shape", "SHAPES", "TINY", "Prepared", "in_mode", "prepare"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, and how many tokens a segment of the scan has."""
+
+    hidden: int
+    state: int
+    vocabulary: int
+    segment: int
+    layers: int = 24
+    kernel: int = 4
+
+    def config(self) -> MambaConfig:
+        return MambaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            state_size=self.state,
+            num_hidden_layers=self.layers,
+            conv_kernel=self.kernel,
+            initializer_range=0.02,
+            use_cache=False,
+        )
+
+
+SHAPES = {"quamba-130m-w8a8": Shape(hidden=768, state=16, vocabulary=50280, segment=128)}
+TINY = Shape(hidden=32, state=4, vocabulary=256, segment=16)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A float model whose mixers are ours, and the scales that calibration found for it."""
+
+    model: MambaForCausalLM
+    layers: list[Scales]
+    head: Tensor
+    hadamard: bool
+
+
+def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
+    """A model with random weights, the same for the same seed.
+
+    Fresh weights give tame activations, which no percentile would clip. So the embedding has unit
+    variance, in_proj keeps it, and each channel of conv1d has a gain of its own, exp(N(0, 1)):
+    a few channels reach ten times what the others do, as in trained models of this kind.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = MambaForCausalLM(shape.config())
+        with torch.no_grad():
+            nn.init.normal_(model.backbone.embeddings.weight)
+            for block in model.backbone.layers:
+                mixer = block.mixer
+                nn.init.normal_(mixer.in_proj.weight, std=shape.hidden**-0.5)
+                nn.init.normal_(mixer.x_proj.weight, std=mixer.intermediate_size**-0.5)
+                mixer.conv1d.weight.mul_(torch.randn(mixer.intermediate_size, 1, 1).exp())
+    return model.eval()
+
+
+def checkpoint(folder: Path) -> MambaForCausalLM:
+    """A local Mamba checkpoint in float32: safetensors alone, no code, no network."""
+    _check(folder)
+    try:
+        config = MambaConfig.from_pretrained(folder, local_files_only=True)
+        if config.model_type != "mamba" or config.hidden_act != "silu":
+            raise TargetError(
+                f"The checkpoint {str(folder)!r} is a {config.model_type!r} with "
+                f"{config.hidden_act!r}, expected 'mamba' with 'silu'."
+            )
+        config.use_cache = False
+        model, info = MambaForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except TargetError:
+        raise
+    except Exception as error:  # transformers raises many kinds on a folder that it cannot read
+        first = (str(error).strip().splitlines() or ["no message"])[0]
+        raise TargetError(
+            f"The checkpoint {str(folder)!r} cannot be loaded: {type(error).__name__}: {first}"
+        ) from error
+    missing = sorted(map(str, info.get("missing_keys", ())))
+    if missing:
+        raise TargetError(
+            f"The checkpoint {str(folder)!r} has no values for {len(missing)} weights, "
+            f"{missing[0]!r} the first: it is not the whole of a Mamba language model."
+        )
+    return model.eval()
+
+
+def _check(folder: Path) -> None:
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        problem = f"{what}. Give a local folder, or none for seeded random weights."
+    elif not (folder / "config.json").is_file():
+        problem = (
+            "has no config.json, so it is no transformers checkpoint. Make one with "
+            "model.save_pretrained(folder)."
+        )
+    elif not any((folder / name).is_file() for name in weights):
+        problem = (
+            "has no model.safetensors. Other files of weights are pickles, which can run code and "
+            "are not loaded: save it again with model.save_pretrained(folder)."
+        )
+    else:
+        return
+    raise TargetError(f"The checkpoint {os.fspath(folder)!r} {problem}")
+
+
+def prepare(
+    model: MambaForCausalLM,
+    segment: int,
+    batches: Sequence[Tensor],
+    percentile: float,
+    *,
+    hadamard: bool = False,
+) -> Prepared:
+    """Put our mixers into a float model and calibrate it; the model is changed in place."""
+    for block in model.backbone.layers:
+        block.mixer = float_mixer(block.mixer, segment)
+    layers, head = calibrate(model.backbone, batches, percentile, hadamard=hadamard)
+    return Prepared(model, layers, head, hadamard)
+
+
+def in_mode(prepared: Prepared, mode: ModeConfig) -> nn.Module:
+    """A model of its own that computes as the mode says."""
+    model: Any = copy.deepcopy(prepared.model)
+    if mode.quantised:
+        for block, scales in zip(model.backbone.layers, prepared.layers, strict=True):
+            block.mixer = int8_mixer(block.mixer, mode, scales, hadamard=prepared.hadamard)
+        model.lm_head = Int8Linear(model.lm_head, prepared.head)
+    elif mode.dtype == "fp16":
+        model = model.half()
+    return model.eval().requires_grad_(False)

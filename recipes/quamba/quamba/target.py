@@ -1,0 +1,155 @@
+"""The target: `tensortap record quamba/target.py:build --modes essential -o runs`.
+
+Without a checkpoint the weights are random and seeded; every mode gets the same weights and the
+same inputs. Scales come from calibration batches with a seed of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+import tensortap as tap
+from tensortap.errors import OptionError
+
+if not __package__:  # loaded as a file: its own package can be imported from here on
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from quamba.mode_config import MODE_GROUPS, MODES
+
+if TYPE_CHECKING:
+    from quamba.model import Prepared, Shape
+
+__all__ = ["DEFAULT_DIR", "MODES", "MODE_GROUPS", "build", "is_tiny"]
+
+DEFAULT_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
+TINY_LENGTH = 64
+_CALIBRATION = 1_000_003  # added to the seed, so that no batch is calibrated and compared
+
+
+def is_tiny(tiny: bool = False) -> bool:
+    """Whether a small model is asked for, by the option or by TENSORTAP_TINY=1."""
+    return tiny or os.environ.get("TENSORTAP_TINY", "") not in ("", "0")
+
+
+def build(
+    mode: str = "fp32",
+    *,
+    seq_len: int = 512,
+    samples: int = 10,
+    pretrained_dir: str | None = None,
+    model: str = "quamba-130m-w8a8",
+    seed: int = 0,
+    tiny: bool = False,
+    hadamard: bool = False,
+    percentile: float = 0.9999,
+    calib: int = 4,
+) -> tap.Target:
+    """The model in a mode, and its inputs: `samples` batches of one sequence.
+
+    `calib` sequences calibrate the scales, clipped at `percentile` where the mode clips. `tiny`
+    has the same 24 layers, narrow, and at most 64 tokens a sequence.
+    """
+    if mode not in MODES:
+        raise OptionError(f"There is no mode {mode!r}. The modes are {', '.join(MODES)}.")
+    for name, value in (("seq_len", seq_len), ("samples", samples), ("calib", calib)):
+        if value < 1:
+            raise OptionError(f"{name} is {value}, expected at least 1.")
+    if not 0 < percentile <= 1:
+        raise OptionError(f"percentile is {percentile}, expected a share, as 0.9999; at most 1.")
+    tiny = is_tiny(tiny)
+    length = min(seq_len, TINY_LENGTH) if tiny else seq_len
+    folder = _folder(pretrained_dir)
+    prepared = _prepared(model, folder, seed, tiny, length, calib, percentile, hadamard)
+    weights = str(folder) if folder else f"seeded random weights (seed {seed})"
+
+    from quamba.model import in_mode
+
+    built = in_mode(prepared, MODES[mode])
+    vocabulary = prepared.model.config.vocab_size
+    return tap.Target(
+        built,
+        [{"input_ids": ids} for ids in _ids(vocabulary, length, samples, seed)],
+        mode=mode,
+        config={
+            "model": model,
+            "weights": weights,
+            "tiny": tiny,
+            "seq_len": length,
+            "samples": samples,
+            "seed": seed,
+            "calib": calib,
+            "percentile": percentile,
+            "hadamard": hadamard,
+            "mode": dict(zip(_COLUMNS, MODES[mode].words(), strict=True)),
+            "layers": prepared.model.config.num_hidden_layers,
+            "hidden": prepared.model.config.hidden_size,
+        },
+        notes=_notes(pretrained_dir, folder, weights, seq_len, length),
+    )
+
+
+_COLUMNS = ("mode", "conv1d output", "SSM input", "SSM arithmetic", "linears")
+
+
+def _notes(
+    wanted: str | None, folder: Path | None, weights: str, seq_len: int, length: int
+) -> tuple[str, ...]:
+    notes = []
+    if folder is None:
+        lacking = f"{wanted} does not exist, so the" if wanted else "The"
+        notes.append(f"{lacking} model has {weights}.")
+    if length != seq_len:
+        notes.append(f"The model is tiny: sequences have {length} tokens in place of {seq_len}.")
+    return tuple(notes)
+
+
+def _folder(pretrained_dir: str | None) -> Path | None:
+    """The checkpoint's folder; none where the documents' own default is not there."""
+    if pretrained_dir is None:
+        return None
+    folder = Path(pretrained_dir).expanduser()
+    default = os.path.normpath(pretrained_dir) == os.path.normpath(DEFAULT_DIR)
+    return None if default and not folder.exists() else folder
+
+
+def _ids(vocabulary: int, length: int, samples: int, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(samples)]
+
+
+@lru_cache(maxsize=1)
+def _prepared(
+    name: str,
+    folder: Path | None,
+    seed: int,
+    tiny: bool,
+    length: int,
+    calib: int,
+    percentile: float,
+    hadamard: bool,
+) -> Prepared:
+    """The calibrated float model; the last one is kept, since the next mode asks for the same."""
+    try:
+        from quamba.model import checkpoint, prepare, seeded
+    except ImportError as error:
+        raise tap.errors.MissingExtraError("transformers", "hf", "The quamba recipe") from error
+
+    shape = _shape(name, tiny)
+    model = seeded(shape, seed) if folder is None else checkpoint(folder)
+    batches = _ids(model.config.vocab_size, length, calib, seed + _CALIBRATION)
+    return prepare(model, shape.segment, batches, percentile, hadamard=hadamard)
+
+
+def _shape(name: str, tiny: bool) -> Shape:
+    from quamba.model import SHAPES, TINY
+
+    if name not in SHAPES:
+        raise OptionError(f"There is no model {name!r} here. Known are {', '.join(SHAPES)}.")
+    return TINY if tiny else SHAPES[name]
