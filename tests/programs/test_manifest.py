@@ -11,6 +11,7 @@ import pytest
 
 from schemas import validate
 from tensortap.errors import DamagedError, OptionError, TapError, TargetError
+from tensortap.recording.schema import Structure
 from tensortap.taps.programs.opaque.manifest import (
     Entry,
     Manifest,
@@ -45,6 +46,7 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
         MANIFEST,
         parts=(Part("a.0.pt", ("blocks.0",), "00"), Part("a.1.pt", ("blocks.1",), "11")),
         plain="plain.pt",
+        structure=Structure(("blocks.0", "blocks.1"), "tokens", None),
     )
     for manifest in (MANIFEST, whole):
         path = saved(tmp_path, manifest)

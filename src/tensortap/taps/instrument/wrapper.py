@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...errors import OptionError
 from ...recording.dtypes import dtype_name
-from ...selection import select
+from ...selection import select, structure
 from ...selection.sites import unwrap
 from ..fused import find_fused
 from ..leaves import flatten
@@ -205,6 +205,7 @@ class Instrumented(nn.Module):
                 *_silent(recorder),
                 *_nones(recorder.output),
             ),
+            structure=structure(self.model),
         )
 
     def __prepare_scriptable__(self) -> nn.Module:

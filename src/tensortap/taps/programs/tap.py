@@ -133,7 +133,10 @@ class ProgramTap:
             raise SelectionError(f"'{wanted}' selects nothing. {told}") from error
 
     def _structure(self, places: list[Place]) -> Structure:
-        found = structure(skeleton(places, getattr(self.program, "weights", None)))
+        told = getattr(self.program, "structure", None)  # an instrumented model's manifest knows
+        if told is None or not (told.blocks or told.embedding or told.final_norm):
+            told = structure(skeleton(places, getattr(self.program, "weights", None)))
+        found: Structure = told
         return Structure(
             blocks=tuple(joined(self.prefix, name) for name in found.blocks),
             embedding=None if found.embedding is None else joined(self.prefix, found.embedding),

@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ....errors import OptionError, TargetError
 from ....recording.dtypes import torch_dtype
-from ....recording.schema import PROVENANCES, Provenance
+from ....recording.schema import PROVENANCES, Provenance, Structure
 
 __all__ = [
     "SUFFIX",
@@ -75,7 +75,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the tensors are that an instrumented model returns: first its own, then the taps."""
+    """What the tensors are that an instrumented model returns: first its own, then the taps.
+
+    `structure` names the model's repeated blocks, embedding and final norm, which nobody could find
+    again among the tapped layers alone; empty in manifests of older versions.
+    """
 
     model: str
     entries: tuple[Entry, ...]
@@ -84,6 +88,7 @@ class Manifest:
     notes: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     plain: str | None = None
+    structure: Structure = field(default_factory=Structure)
     version: int = VERSION
 
     @property
@@ -200,6 +205,7 @@ class _Reader:
             notes=self.texts(data, "notes"),
             parts=tuple(self.part(item) for item in self.many(data, "parts")),
             plain=None if data.get("plain") is None else self.file(data, "plain"),
+            structure=self.structure(self.object(data.get("structure", {}), "structure")),
             version=version,
         )
         self.check(made)
@@ -256,6 +262,13 @@ class _Reader:
     def part(self, data: Any) -> Part:
         item = self.object(data, "parts")
         return Part(self.file(item, "file"), self.texts(item, "layers"), self.text(item, "digest"))
+
+    def structure(self, item: Mapping[str, Any]) -> Structure:
+        ends = {
+            key: None if item.get(key) is None else self.text(item, key)
+            for key in ("embedding", "final_norm")
+        }
+        return Structure(blocks=self.texts(item, "blocks"), **ends)
 
     def object(self, data: Any, where: str) -> Mapping[str, Any]:
         if not isinstance(data, Mapping):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ....errors import OptionError, TargetError
+from ....recording.schema import Structure
 from ...describe import describe_module
 from ..base import Argument, Options, Place, Program, Run, Runner
 from ..using import check_used
@@ -53,6 +54,7 @@ class OpaqueProgram:
         notes: Sequence[str] = (),
         twin: Call | None = None,
         nameless: str = _OUTPUTS,
+        self_check: bool = True,
     ) -> None:
         self.runtime = runtime
         self.manifest = manifest
@@ -66,6 +68,7 @@ class OpaqueProgram:
         self._described = dict(described or {})
         self.places: Sequence[Place] = (*_places(manifest), Place("", provenance="hook"))
         self.preferred = () if manifest is None else (*manifest.layers, "")
+        self.structure = Structure() if manifest is None else manifest.structure
         if manifest is None:
             self.absent = (
                 "This model gives away its outputs alone: it was not instrumented before it was "
@@ -75,7 +78,8 @@ class OpaqueProgram:
             self.notes.append(nameless)
             return
         self.absent = "The artefact was instrumented without a tap on this layer."
-        self.notes += [*manifest.notes, *(() if self.untapped else (_NO_TWIN,))]
+        unchecked = self_check and not self.untapped
+        self.notes += [*manifest.notes, *((_NO_TWIN,) if unchecked else ())]
 
     def tapped(self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]) -> Runner:
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
@@ -189,6 +193,7 @@ def _open(path: Path, manifest: Manifest, options: Options, twin: Call | None) -
         described=inner.describe(),
         arguments=arguments,
         twin=twin,
+        self_check=options.self_check,
     )
 
 
@@ -268,12 +273,14 @@ class _Kind:
                 where=where,
                 described=inner.describe(),
                 arguments=inner.arguments,
+                self_check=options.self_check,
             )
         return OpaqueProgram(
             lambda args, kwargs: model(*args, **kwargs),
             manifest,
             where=where,
             described=_described(model),
+            self_check=options.self_check,
         )
 
 

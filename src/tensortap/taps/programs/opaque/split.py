@@ -35,6 +35,7 @@ class SplitProgram:
         self.untapped = first.untapped
         self.absent = first.absent
         self.preferred = (*manifest.layers, "")
+        self.structure = manifest.structure
         self.arguments: Sequence[Argument] | None = first.arguments
         types = {place.name: place for part in parts for place in part.places}
         self.places: Sequence[Place] = [types[name] for name in (*manifest.layers, "")]
