@@ -267,6 +267,10 @@ def test_foreign_pt_tree(tmp_path: Path) -> None:
     assert run["layer_2"].output.tolist() == [[1.0] * 3] * 2
     export(tmp_path / "run", "pt", tmp_path / "back")
     assert {p.name for p in tree.iterdir()} < {p.name for p in (tmp_path / "back").iterdir()}
+    import_tree(tree, str(tmp_path / "some"), only="layer_*")
+    assert open_recording(tmp_path / "some").layers == ["layer_0", "layer_2", "layer_10"]
+    with pytest.raises(LayoutError, match=r"is called 'block_\*'. It holds embedding, layer_0"):
+        import_tree(tree, str(tmp_path / "none"), only="block_*")
 
 
 def test_foreign_npy_tree_keeps_indices(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,14 @@ def import_tree(
     *,
     layout: str = "auto",
     mode: str | None = None,
+    only: str | None = None,
     overwrite: bool = False,
     progress: Progress = _silent,
 ) -> list[Imported]:
-    """Write a tree as a recording; several modes in one tree become one recording each below."""
+    """Write a tree as a recording; several modes in one tree become one recording each below.
+
+    `only` is a glob over the names that the tree's files have, as `layer_*`: the rest is not read.
+    """
     path = Path(source)
     if not path.exists():
         raise LayoutError(f"There is nothing to import: {path} does not exist.")
@@ -59,6 +64,8 @@ def import_tree(
         raise LayoutError(f"{path} is already a recording. Look at it: tensortap show {path}")
     chosen = detect(path) if layout == "auto" else get(layout)
     trees = _choose(chosen.read(path), mode, path)
+    if only is not None:
+        trees = [_part(tree, only, path) for tree in trees]
     places = [out]
     if len(trees) > 1:
         places = [f"{out}/{safe_name(tree.mode or 'recording', 'mode')}" for tree in trees]
@@ -87,6 +94,17 @@ def _choose(trees: Sequence[Tree], mode: str | None, path: Path) -> list[Tree]:
         known = ", ".join(str(tree.mode) for tree in trees)
         raise OptionError(f"There is no mode '{mode}' in {path}. Its modes are: {known}.")
     return fitting
+
+
+def _part(tree: Tree, only: str, path: Path) -> Tree:
+    names = [entry.row.alias or entry.row.layer or "root" for entry in tree.entries]
+    kept = tuple(e for e, name in zip(tree.entries, names, strict=True) if fnmatchcase(name, only))
+    if not kept:
+        raise LayoutError(
+            f"Nothing in {path} is called '{only}'. It holds {', '.join(names[:4])}"
+            f"{f', … ({len(names)} in all)' if len(names) > 4 else ''}."
+        )
+    return replace(tree, entries=kept)
 
 
 def _manifest(tree: Tree, layout: str, source: str, mode: str | None) -> Manifest:
