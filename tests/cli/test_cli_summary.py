@@ -81,9 +81,9 @@ def test_help_names_every_column_to_sort_by(run: Run) -> None:
 def test_saved_comparisons(run: Run, some: Path) -> None:
     result = run("summary", some, "--save", "--layers", "blocks.{0,7}")
     assert result.code == 0
-    saved = some / "comparisons" / "mode_bug_comparison.json"
+    saved = some / "comparisons" / "mode_bug_vs_fp32.json"
     assert str(saved) in result.err
-    assert not (some / "comparisons" / "mode_alien_comparison.json").exists()
+    assert not (some / "comparisons" / "mode_alien_vs_fp32.json").exists()
     data = json.loads(saved.read_text())
     validate(data, "comparison")
     assert [row["layer"] for row in data["layers"]] == ["blocks.0", "blocks.7"]

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import tensortap as tap
+from schemas import validate
 from support import Net
 from tensortap.errors import ComparisonError, NotARecordingError, OptionError
+from tensortap.recording import Manifest, Row, Writer
 
 
 @pytest.fixture
@@ -84,12 +86,137 @@ def test_sorting_puts_the_undefined_last(folder: Path) -> None:
 def test_comparisons_are_saved_as_the_documents_do(folder: Path) -> None:
     paths = tap.compare_modes(folder).save(folder / "comparisons")
     assert [path.name for path in paths] == [
-        "mode_bf16_comparison.json",
-        "mode_off_comparison.json",
-        "mode_other_comparison.json",
+        "mode_bf16_vs_fp32.json",
+        "mode_off_vs_fp32.json",
+        "mode_other_vs_fp32.json",
+        "summary.json",
     ]
     data = json.loads(paths[1].read_text())
+    validate(data, "comparison")
+    assert (data["mode"], data["reference"]) == ("off", "fp32")
+    assert data["candidate"] == str(folder / "off")
     assert data["first_divergence"]["layer"] == "blocks.0.down"
+    table = json.loads(paths[-1].read_text())
+    validate(table, "summary")
+    assert [row["mode"] for row in table["modes"]] == ["bf16", "off", "other"]
+    assert [path.name for path in folder.glob("comparisons/*.tmp")] == []
+
+
+def test_saving_on_the_way(folder: Path, tmp_path: Path) -> None:
+    tap.compare_modes(folder, modes=["off"], save=True)
+    assert {path.name for path in (folder / "comparisons").iterdir()} == {
+        "mode_off_vs_fp32.json",
+        "summary.json",
+    }
+    tap.compare_modes(folder, modes="bf16", save=tmp_path / "elsewhere")
+    assert (tmp_path / "elsewhere" / "mode_bf16_vs_fp32.json").exists()
+    assert [row.mode for row in tap.compare_modes(folder).modes] == ["bf16", "off", "other"]
+
+
+def write(path: Path, mode: str | None, value: float = 1.0, *, close: bool = True) -> None:
+    writer = Writer(str(path), Manifest(mode=mode))
+    for number in range(2):
+        writer.add(Row(f"layers.{number}", "output", order=number), torch.arange(24.0) * value)
+    if close:
+        writer.close()
+    else:
+        writer.flush()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """What `record --modes` writes: folders of safe names, the true ones in the manifests."""
+    runs = tmp_path / "runs"
+    write(runs / "fp32", "fp32")
+    write(runs / "fake-w8a8-0.9999", "fake:w8a8:0.9999", 1.5)
+    write(runs / "2-1", "2-1", 2.0)
+    write(runs / "comparisons", "no mode")
+    return runs
+
+
+def test_modes_are_known_by_their_true_names_and_by_their_folders(written: Path) -> None:
+    table = tap.compare_modes(written)
+    assert [row.mode for row in table.modes] == ["2-1", "fake:w8a8:0.9999"]
+    for reference in ("fake:w8a8:0.9999", "fake-w8a8-0.9999"):
+        table = tap.compare_modes(written, reference, modes=["fp32", "2-1"])
+        assert table.reference == "fake:w8a8:0.9999"
+        assert [row.mode for row in table.modes] == ["fp32", "2-1"]
+        assert table["2-1"].last_layer_mae == pytest.approx(0.5 * 11.5)
+    paths = table.save(written / "comparisons")
+    assert paths[0].name == "mode_fp32_vs_fake-w8a8-0.9999.json"
+    assert json.loads(paths[0].read_text())["reference"] == "fake:w8a8:0.9999"
+
+
+def test_modes_whose_files_would_have_one_name_get_two(written: Path) -> None:
+    write(written / "a", "a:b", 3.0)
+    write(written / "b", "a/b", 4.0)
+    paths = tap.compare_modes(written, modes=["a", "b"]).save(written / "comparisons")
+    assert [json.loads(path.read_text())["mode"] for path in paths[:2]] == ["a:b", "a/b"]
+    assert len({path.name for path in paths}) == 3
+
+
+def test_what_was_not_closed_is_a_row_that_says_so(written: Path) -> None:
+    write(written / "int8", "int8", close=False)
+    manifest = Manifest(mode="int4", status="failed", failure="no kernel for int4")
+    (written / "int4").mkdir()
+    (written / "int4" / "recording.json").write_text(json.dumps(manifest.to_dict()))
+    table = tap.compare_modes(written)
+    assert "was not closed" in table["int8"].problem
+    assert "failed" in table["int4"].problem
+    assert "no kernel for int4" in table["int4"].problem
+    assert table["2-1"].same is False
+    assert tap.compare_modes(written, partial=True)["int8"].same
+    with pytest.raises(ComparisonError, match=r"runs/int8 was not closed.*--partial"):
+        tap.compare_modes(written, "int8")
+    with pytest.raises(ComparisonError, match=r"No mode could be compared. int8: .* int4: "):
+        tap.compare_modes(written, modes=["int8", "int4"])
+
+
+def test_choosing_modes(written: Path) -> None:
+    table = tap.compare_modes(written, modes=["fp32", "2-1", "2-1"])
+    assert [row.mode for row in table.modes] == ["2-1"]
+    with pytest.raises(OptionError, match=r"no mode 'fp16' in .*, only: 2-1, fake:w8a8:0.9999, f"):
+        tap.compare_modes(written, modes=["fp16"])
+    with pytest.raises(OptionError, match=r"reference itself.*: 2-1, fake:w8a8:0.9999\."):
+        tap.compare_modes(written, modes="fp32")
+
+
+def test_no_mode_is_its_own_floor(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(written.parent)
+    table = tap.compare_modes(written, floor="runs/2-1", truth="./runs/2-1")
+    comparison = table["2-1"].comparison
+    other = table["fake:w8a8:0.9999"].comparison
+    assert comparison is not None and other is not None
+    assert table["2-1"].same is False
+    assert not comparison.floor.startswith("measured")
+    assert other.floor.startswith("measured")
+    assert (comparison.truth, other.truth) == (None, "runs/2-1")
+    assert [text for text in table.warnings if "2-1 is the" in text] == [
+        "2-1 is the floor itself, and was compared without one.",
+        "2-1 is the truth itself, and was compared without one.",
+    ]
+    with pytest.raises(OptionError, match="is the reference itself"):
+        tap.compare_modes("runs", floor="runs/fp32")
+
+
+def test_what_to_record_is_said_as_the_others_were(tmp_path: Path, net: Net) -> None:
+    selection = {
+        "layers": ["blocks", "head*"],
+        "ports": ["input", "output"],
+        "command": "tensortap record 'my model.py:build' --mode bf16 --seq-len 8",
+    }
+    manifest = Manifest(mode="bf16", selection=selection)
+    writer = Writer(str(tmp_path / "bf16"), manifest)
+    writer.add(Row("x", "output"), torch.ones(2))
+    writer.close()
+    like = "tensortap record 'my model.py:build' --seq-len 8 --layers blocks --layers 'head*'"
+    with pytest.raises(ComparisonError) as caught:
+        tap.compare_modes(tmp_path, "fake:w8")
+    said = f"{like} --inputs --mode fake:w8 -o {tmp_path}/fake-w8"
+    assert str(caught.value).endswith(f"only: bf16. Record it first: {said}")
+    with pytest.raises(ComparisonError) as caught:
+        tap.compare_modes(tmp_path, "bf16")
+    assert str(caught.value).endswith(f"{like} --inputs --mode MODE -o {tmp_path}/MODE")
 
 
 def test_to_dict_is_what_the_design_names(folder: Path) -> None:

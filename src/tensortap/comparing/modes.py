@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..errors import ComparisonError, NotARecordingError, OptionError, TapError
+from ..errors import ComparisonError, OptionError, TapError
 from ..numerics.difference import METRICS
 from ..recording.html import table
-from ..recording.reader import Recording
-from ..recording.reader import open as open_recording
-from ..recording.schema import MANIFEST
-from ..recording.store import open_store
-from .checks import Run
-from .compare import compare
-from .results import Comparison, LayerComparison, json_text, number
+from .checks import Run, opened
+from .mode_files import SUMMARY, comparison_file, comparison_text, save_files
+from .mode_folders import COMPARISONS, open_modes
+from .mode_rows import GRADES, ModeRow, itself, mode_row
+from .results import Comparison, json_text
 from .sentences import name_of
 
 __all__ = ["SORTABLE", "ModeRow", "Modes", "compare_modes"]
@@ -37,47 +35,7 @@ SORTABLE: tuple[str, ...] = (
     "same_input",
     "first_divergence",
 )
-_SEGMENT = re.compile(r"segment-.*\.safetensors")
-_GRADES = ("very close", "good", "fair", "large", "undefined")
-
-
-@dataclass(frozen=True)
-class ModeRow:
-    """One mode against the reference; `problem` says why when it could not be compared."""
-
-    mode: str
-    path: str
-    same: bool | None = None
-    same_input: bool | None = None
-    first_layer: str = ""
-    first_layer_mse: float = math.nan
-    first_layer_mae: float = math.nan
-    last_layer: str = ""
-    last_layer_mse: float = math.nan
-    last_layer_mae: float = math.nan
-    mean_correlation: float = math.nan
-    grade: str | None = None
-    first_divergence: str | None = None
-    problem: str = ""
-    comparison: Comparison | None = field(default=None, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "mode": self.mode,
-            "path": self.path,
-            "same": self.same,
-            "same_input": self.same_input,
-            "first_layer": self.first_layer,
-            "first_layer_mse": number(self.first_layer_mse),
-            "first_layer_mae": number(self.first_layer_mae),
-            "last_layer": self.last_layer,
-            "last_layer_mse": number(self.last_layer_mse),
-            "last_layer_mae": number(self.last_layer_mae),
-            "mean_correlation": number(self.mean_correlation),
-            "grade": self.grade,
-            "first_divergence": self.first_divergence,
-            "problem": self.problem,
-        }
+_MANY = 3  # modes whose trouble is told
 
 
 @dataclass(frozen=True)
@@ -128,16 +86,29 @@ class Modes:
         return json_text(self.to_dict(), path)
 
     def save(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write each comparison as JSON, named as in the documents; the paths."""
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for row in self.modes:
-            if row.comparison is not None:
-                name = re.sub(r"[^\w.+-]+", "_", row.mode)
-                paths.append(target / f"mode_{name}_comparison.json")
-                row.comparison.to_json(paths[-1])
-        return paths
+        """Write `mode_<M>_vs_<R>.json` a comparison and `summary.json`; the paths."""
+        return self._save(folder, "json", comparison_text, [(SUMMARY, self.to_json() + "\n")])
+
+    def save_pages(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write `mode_<M>_vs_<R>.html` a comparison; the paths."""
+        return self._save(folder, "html", lambda comparison, *_: comparison.to_html())
+
+    def _save(
+        self,
+        folder: str | os.PathLike[str],
+        suffix: str,
+        text: Callable[[Comparison, str, str], str],
+        more: Iterable[tuple[str, str]] = (),
+    ) -> list[Path]:
+        made = (
+            (
+                comparison_file(row.mode, self.reference, suffix=suffix),
+                text(row.comparison, row.mode, self.reference),
+            )
+            for row in self.modes
+            if row.comparison is not None
+        )
+        return [Path(path) for path in save_files(folder, chain(made, more))]
 
     def __str__(self) -> str:
         from ..reporting.comparisons import modes_text
@@ -156,192 +127,88 @@ def compare_modes(
     folder: str | os.PathLike[str],
     reference: str = "fp32",
     *,
+    modes: str | Sequence[str] | None = None,
     layers: str | Sequence[str] | None = None,
     floor: Run | None = None,
     rules: str | Sequence[str] = (),
     map: str | Sequence[str] = (),
     preset: str | None = None,
+    truth: Run | None = None,
+    metrics: Sequence[str] = (),
     partial: bool = False,
+    save: bool | str | os.PathLike[str] = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Modes:
     """Compare every recording in a folder with the one whose mode, or folder, is `reference`.
 
-    A recording that cannot be read or compared is a row that says why.
+    `modes` compares some of them, in that order. A recording that cannot be read or compared is a
+    row that says why. `save` writes the comparisons as JSON: True to FOLDER/comparisons, or to
+    another folder. All else is as `compare` has it, for every mode.
     """
-    found = _recordings(folder)
-    runs = {name: run for name, run in found.items() if isinstance(run, Recording)}
-    chosen = _find(runs, reference)
-    if chosen is None:
-        raise _no_reference(folder, reference, found)
-    if len(found) == 1:
-        raise ComparisonError(
-            f"{os.fspath(folder)} holds the reference {reference!r} alone: nothing to compare it "
-            f"with. Record another mode first: tensortap record TARGET --mode MODE -o "
-            f"{os.fspath(folder)}/MODE"
+    found = open_modes(folder, partial=partial)
+    chosen = found.reference(reference)
+    wanted = found.others(chosen) if modes is None else found.chosen(modes)
+    wanted = tuple(item for item in wanted if item is not chosen)
+    if not wanted:
+        raise OptionError(
+            f"{reference} is the reference itself, which is compared with nothing. Name another "
+            f"mode: {', '.join(item.mode for item in found.others(chosen))}."
         )
-    base = runs[chosen]
-    rows = []
-    for done, (name, run) in enumerate(found.items()):
-        if name != chosen:
-            label = _label(name, run, runs)
-            if isinstance(run, Recording):
-                rows.append(
-                    _row(
-                        label,
-                        base,
-                        run,
-                        layers=layers,
-                        floor=floor,
-                        rules=rules,
-                        map=map,
-                        preset=preset,
-                        partial=partial,
-                    )
-                )
-            else:
-                rows.append(ModeRow(label, f"{os.fspath(folder)}/{name}", problem=str(run)))
-        if progress is not None:
-            progress(done + 1, len(found))
-    _check_common(rows)
-    warnings = [
-        f"{row.mode} was given other inputs than {reference}."
-        for row in rows
-        if row.same_input is False
-    ]
-    warnings += [
-        f"{row.mode} was compared by summaries alone: no MSE, MAE or correlation is known."
-        for row in rows
-        if row.comparison is not None and all(r.by_summaries for r in row.comparison.compared)
-    ]
-    return Modes(_label(chosen, base, runs), os.fspath(folder), tuple(rows), tuple(warnings))
-
-
-def _recordings(folder: str | os.PathLike[str]) -> dict[str, Recording | TapError]:
-    store = open_store(folder)
-    found: dict[str, Recording | TapError] = {}
-    for name in sorted(store.names()):
-        inner = f"{store.url}/{name}"
-        try:
-            inside = open_store(inner).names()
-            if MANIFEST not in inside and not any(_SEGMENT.match(file) for file in inside):
-                continue
-            found[name] = open_recording(inner)
-        except NotADirectoryError:
-            continue
-        except TapError as error:
-            found[name] = error
-    if MANIFEST in store.names():
-        raise NotARecordingError(
-            f"{store.url} is itself a recording, of one mode. Name the folder that holds it and "
-            "the recordings of the other modes."
-        )
-    if not found:
-        raise NotARecordingError(
-            f"There is no recording in {store.url}: expected a folder of recordings, one a mode. "
-            f"Record one first: tensortap record TARGET --mode fp32 -o {store.url}/fp32"
-        )
-    return found
-
-
-def _find(runs: dict[str, Recording], reference: str) -> str | None:
-    """The folder of a mode: by the folder's name, else by the mode that the manifest names."""
-    for name in (reference, f"mode_{reference}"):
-        if name in runs:
-            return name
-    modes = [name for name, run in runs.items() if run.manifest.mode == reference]
-    if len(modes) > 1:
-        raise ComparisonError(
-            f"{len(modes)} recordings are of the mode {reference!r}: {', '.join(modes)}. Say which "
-            f"one is the reference by its folder, as --reference {modes[0]}."
-        )
-    return modes[0] if modes else None
-
-
-def _label(name: str, run: Recording | TapError, runs: dict[str, Recording]) -> str:
-    """What to call a row: its mode, unless two folders hold the same one."""
-    mode = run.manifest.mode if isinstance(run, Recording) else None
-    shared = sum(other.manifest.mode == mode for other in runs.values()) > 1
-    return name if mode is None or shared else mode
-
-
-def _no_reference(
-    folder: str | os.PathLike[str], reference: str, found: dict[str, Recording | TapError]
-) -> ComparisonError:
-    where = os.fspath(folder)
-    broken = found.get(reference)
-    if isinstance(broken, TapError):
-        return ComparisonError(f"The reference {reference!r} cannot be read: {broken}")
-    specs = {
-        run.manifest.target.get("spec") for run in found.values() if isinstance(run, Recording)
+    base = opened(chosen.path if isinstance(chosen.run, TapError) else chosen.run, partial)
+    options = {
+        "layers": layers,
+        "floor": floor,
+        "rules": rules,
+        "map": map,
+        "preset": preset,
+        "truth": truth,
+        "metrics": metrics,
+        "partial": partial,
     }
-    spec = next(iter(specs)) if len(specs) == 1 else None
-    return ComparisonError(
-        f"There is no recording of the reference mode {reference!r} in {where}, only: "
-        f"{', '.join(list(found)[:12])}. Record it first: "
-        f"tensortap record {spec or 'TARGET'} --mode {reference} -o {where}/{reference}"
-    )
+    rows = []
+    warnings = []
+    for done, item in enumerate(wanted):
+        if isinstance(item.run, TapError):
+            rows.append(ModeRow(item.mode, item.path, problem=str(item.run)))
+        else:
+            rows.append(mode_row(item.mode, base, item.run, **options))
+            warnings += [
+                f"{item.mode} is the {role} itself, and was compared without one."
+                for role in itself(item.run, options)
+            ]
+        if progress is not None:
+            progress(done + 1, len(wanted))
+    _check_compared(rows)
+    made = Modes(chosen.mode, found.url, tuple(rows), (*_warnings(rows, chosen.mode), *warnings))
+    if save is not False:
+        made.save(f"{found.url}/{COMPARISONS}" if save is True else save)
+    return made
 
 
-def _row(label: str, base: Recording, run: Recording, **options: Any) -> ModeRow:
-    if options["floor"] is not None and _path(options["floor"]) in (run.path, base.path):
-        options["floor"] = None  # a mode is no floor for itself
-    try:
-        result = compare(base, run, **options)
-    except OptionError:
-        raise  # the user's options, which are wrong for every mode
-    except TapError as error:
-        return ModeRow(label, run.path, problem=str(error))
-    measured = [row for row in result.layers if row.difference is not None]
-    blocks = set(base.manifest.structure.blocks)
-    ends = [row for row in result.compared if row.layer in blocks] or list(result.compared)
-    correlations = [
-        value
-        for row in measured
-        if row.difference is not None and not math.isnan(value := row.difference.correlation)
+def _warnings(rows: Sequence[ModeRow], reference: str) -> list[str]:
+    return [
+        *(
+            f"{row.mode} was given other inputs than {reference}."
+            for row in rows
+            if row.same_input is False
+        ),
+        *(
+            f"{row.mode} was compared by summaries alone: no MSE, MAE or correlation is known."
+            for row in rows
+            if row.comparison is not None and all(r.by_summaries for r in row.comparison.compared)
+        ),
     ]
-    first, last = (ends[0], ends[-1]) if ends else (None, None)
-    divergence = result.first_divergence
-    return ModeRow(
-        mode=label,
-        path=run.path,
-        same=result.same,
-        same_input=result.same_input,
-        first_layer="" if first is None else name_of(first.layer),
-        first_layer_mse=_metric(first, "mse"),
-        first_layer_mae=_metric(first, "mae"),
-        last_layer="" if last is None else name_of(last.layer),
-        last_layer_mse=_metric(last, "mse"),
-        last_layer_mae=_metric(last, "mae"),
-        mean_correlation=math.fsum(correlations) / len(correlations) if correlations else math.nan,
-        grade=_worst_grade(ends),
-        first_divergence=None if divergence is None else name_of(divergence.layer),
-        comparison=result,
-    )
 
 
-def _path(run: Run) -> str:
-    return run.path if isinstance(run, Recording) else open_store(run).url
-
-
-def _metric(row: LayerComparison | None, name: str) -> float:
-    if row is None or row.difference is None:
-        return math.nan
-    return float(getattr(row.difference, name))
-
-
-def _worst_grade(ends: Sequence[LayerComparison]) -> str | None:
-    """The worse grade of the first and the last layer."""
-    grades = [row.grade for row in (*ends[:1], *ends[-1:]) if row.grade is not None]
-    return max(grades, key=_GRADES.index, default=None)
+def _check_compared(rows: Sequence[ModeRow]) -> None:
+    if all(row.problem for row in rows):
+        said = " ".join(f"{row.mode}: {row.problem}" for row in rows[:_MANY])
+        more = f" And {len(rows) - _MANY} more." if len(rows) > _MANY else ""
+        raise ComparisonError(f"No mode could be compared. {said}{more}")
 
 
 def _layer(name: str) -> str:
     return "" if name == name_of("") else name
-
-
-def _check_common(rows: Sequence[ModeRow]) -> None:
-    if all(row.problem for row in rows):
-        raise ComparisonError(f"No mode could be compared. {rows[0].mode}: {rows[0].problem}")
 
 
 def _cell(value: object) -> str:
@@ -359,4 +226,4 @@ def _key(row: ModeRow, metric: str) -> Any:
         value = getattr(row.comparison[_layer(row.last_layer)].difference, metric, None)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return None
-    return _GRADES.index(value) if metric == "grade" else value
+    return GRADES.index(value) if metric == "grade" else value
