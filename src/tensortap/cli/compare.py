@@ -20,6 +20,16 @@ from .common import (
     print_json,
     print_notes,
 )
+from .comparing_modes import (
+    DIFFERS,
+    Options,
+    Pair,
+    Shown,
+    compare_all,
+    listed,
+    one_mode,
+    worth_listing,
+)
 
 if TYPE_CHECKING:
     from ..comparing.results import Comparison, LayerComparison
@@ -33,8 +43,6 @@ __all__ = [
     "compare",
     "print_answer",
 ]
-
-DIFFERS = 1
 
 FloorOption = Annotated[
     MaybeText,
@@ -74,10 +82,31 @@ PresetOption = Annotated[
 
 
 def compare(
-    reference: Annotated[str, typer.Argument(metavar="REFERENCE", help="The recording to trust.")],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="The recording to judge.")],
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="REFERENCE",
+            help="The recording to trust; or a folder of modes, as record --modes writes it.",
+        ),
+    ],
+    candidate: Annotated[
+        MaybeText,
+        typer.Argument(
+            metavar="CANDIDATE",
+            help="The recording to judge; in a folder of modes, one of them: all without it.",
+        ),
+    ] = None,
     layer: Annotated[
         MaybeText, typer.Argument(metavar="LAYER", help="One layer of the reference, in full.")
+    ] = None,
+    mode: Annotated[
+        MaybeText,
+        typer.Option(
+            "--reference",
+            "-r",
+            metavar="MODE",
+            help="In a folder of modes, the one to trust: fp32.",
+        ),
     ] = None,
     layers: LayersOption = None,
     floor: FloorOption = None,
@@ -101,62 +130,110 @@ def compare(
         ),
     ] = None,
     html: Annotated[
-        MaybePath, typer.Option("--html", metavar="FILE", help="Also write a page to look at.")
+        MaybePath,
+        typer.Option(
+            "--html",
+            metavar="FILE",
+            help="Also write a page to look at; of several modes, a folder for a page a mode.",
+        ),
     ] = None,
+    no_save: Annotated[
+        bool,
+        typer.Option(
+            "--no-save", help="In a folder of modes: write no JSON to its folder comparisons/."
+        ),
+    ] = False,
     only_bad: Annotated[
         bool, typer.Option("--only-bad", help="List only layers that are not identical or within.")
     ] = False,
     partial: PartialOption = False,
     json: JsonOption = False,
 ) -> int:
-    """Compare two recordings, layer by layer. Exit 0: same, 1: something diverged, 2: trouble."""
-    from ..comparing.compare import compare as compare_recordings
+    """Compare two recordings, layer by layer, or every mode in a folder with one of them. \
+Exit 0: same, 1: something diverged, 2: trouble."""
     from ..errors import OptionError
+
+    if layer is not None and layers:
+        raise OptionError("LAYER shows one layer and --layers chooses some. Give one of them.")
+    options = Options(
+        layers=tuple(layers or ()),
+        floor=floor,
+        rules=tuple(rules or ()),
+        map=tuple(maps or ()),
+        preset=preset,
+        truth=truth,
+        metrics=tuple(metrics or ()),
+        partial=partial,
+    )
+    shown = Shown(html=html, only_bad=only_bad, json=json)
+    if _is_folder_of_modes(reference, candidate):
+        trusted = mode or "fp32"
+        if candidate is None:
+            return compare_all(reference, trusted, options, shown, save=not no_save)
+        pair = one_mode(reference, candidate, trusted, partial)
+        return _compare_two(
+            pair.reference, pair.candidate, layer, options, shown, pair, not no_save
+        )
+    if mode is not None or no_save:
+        raise OptionError(
+            f"{'--no-save' if mode is None else '--reference'} is for a folder of modes, and "
+            f"{reference} is none: two recordings are compared as they are named, the reference "
+            "first."
+        )
+    if candidate is None:
+        raise OptionError(
+            f"With what should {reference} be compared? Name the candidate too: tensortap compare "
+            f"{reference} CANDIDATE. Or name a folder of modes alone."
+        )
+    return _compare_two(reference, candidate, layer, options, shown)
+
+
+def _is_folder_of_modes(path: str, candidate: str | None) -> bool:
+    from ..comparing.mode_folders import holds_modes, holds_recording
+
+    # a folder in which nothing lies is one of modes, so that it is told what to record there
+    return holds_modes(path) or (candidate is None and not holds_recording(path))
+
+
+def _compare_two(
+    reference: str,
+    candidate: str,
+    layer: str | None,
+    options: Options,
+    shown: Shown,
+    pair: Pair | None = None,
+    save: bool = False,
+) -> int:
+    from ..comparing.compare import compare as compare_recordings
     from ..reporting.progress import progress
 
-    patterns = list(layers or [])
+    patterns = options.layers
     if layer is not None:
-        if patterns:
-            raise OptionError("LAYER shows one layer and --layers chooses some. Give one of them.")
-        patterns = [_resolved(reference, layer, partial)]
+        patterns = (_resolved(reference, layer, options.partial),)
     with progress("Comparing") as advance:
         comparison = compare_recordings(
             reference,
             candidate,
-            layers=patterns or None,
-            floor=floor,
-            rules=rules or (),
-            map=maps or (),
-            preset=preset,
-            truth=truth,
-            metrics=metrics or (),
-            partial=partial,
+            **options.to_dict(patterns),
             progress=advance,
         )
-    if html is not None:
-        comparison.to_html(html)
-    rows = [r for r in comparison.layers if not only_bad or _worth_listing(r)]
-    if json:
+    if shown.html is not None:
+        comparison.to_html(shown.html)
+    rows = [r for r in comparison.layers if not shown.only_bad or worth_listing(r)]
+    if shown.json:
         for warning in comparison.warnings:
             typer.echo(f"warning: {' '.join(warning.split())}", err=True)
-        listed = {(row.layer, row.candidate_layer) for row in rows}
-        data = comparison.to_dict()
-        data["layers"] = [
-            row for row in data["layers"] if (row["layer"], row["candidate_layer"]) in listed
-        ]
-        print_json(data)
+        print_json(listed(comparison, rows))
     else:
         _print(comparison, rows, alone=layer is not None)
     print_notes(comparison.notes)
-    if html is not None:
-        note(f"The page is at {html}.")
+    if shown.html is not None:
+        note(f"The page is at {shown.html}.")
+    if pair is not None and save:
+        note(f"Wrote {pair.save(comparison, None if layer is None else patterns[0])}")
     if not comparison.compared:
         return TROUBLE
     return DONE if comparison.same else DIFFERS
-
-
-def _worth_listing(row: LayerComparison) -> bool:
-    return row.verdict not in ("identical", "within")
 
 
 def _resolved(reference: str, name: str, partial: bool) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import text
 from .console import plain, print_table, table, written
 from .layer_comparison import layer_screen
-from .modes import modes_document_text, modes_table, modes_text, print_modes
+from .modes import modes_document_text, modes_table, modes_text, print_each_mode, print_modes
 from .provenance import both_sides
 from .verdicts import STYLES, cosine
 
@@ -34,6 +34,7 @@ __all__ = [
     "modes_table",
     "modes_text",
     "print_comparison",
+    "print_each_mode",
     "print_modes",
 ]
 

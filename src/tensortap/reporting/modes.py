@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..comparing.modes import ModeRow, Modes
 
-__all__ = ["modes_document_text", "modes_table", "modes_text", "print_modes"]
+__all__ = ["modes_document_text", "modes_table", "modes_text", "print_each_mode", "print_modes"]
 
 WIDTH = 80
 _COLUMNS = (
@@ -112,6 +112,39 @@ def print_modes(console: Console, modes: Modes) -> None:
             console.print(text.clean(said), style="yellow")
     for line in _layers(modes):
         console.print(line, style="dim")
+
+
+def print_each_mode(console: Console, modes: Modes, *, only_bad: bool = False) -> None:
+    """A block a mode: its answer and where it parts; then the document's table of all of them."""
+    for warning in modes.warnings:
+        console.print(f"warning: {text.clean(warning)}", style="bold yellow")
+    for row in modes.modes:
+        if only_bad and row.same:
+            continue
+        word, style = _answer(row)
+        console.print(
+            f"{text.clean(row.mode)} vs {text.clean(modes.reference)}: {word}", style=style
+        )
+        found = row.comparison
+        if found is None:
+            console.print(f"  {_one_line(row.problem)}")
+        else:
+            for warning in found.warnings:
+                console.print(f"  warning: {text.clean(warning)}", style="yellow")
+            console.print(f"  {text.clean(found.sentence)}")
+            console.print(f"  First divergence: {_divergence(row)[0]}")
+        console.print()
+    console.print(modes_document_text(modes), soft_wrap=True)
+    for line in _layers(modes):
+        console.print(line, style="dim")
+
+
+def _answer(row: ModeRow) -> tuple[str, str]:
+    if row.same is None:
+        return "not compared", "bold yellow"
+    if row.same:
+        return "same", "bold green"
+    return "diverged" if row.first_divergence is not None else "incomparable", "bold red"
 
 
 def _layers(modes: Modes) -> list[str]:
