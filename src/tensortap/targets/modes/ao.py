@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import MissingExtraError, OptionError
-from ...taps.compiled import contains_compiled
 from ...taps.isolation import unchanged
 from ..target import Target
 from .layers import (
@@ -37,7 +36,7 @@ from .layers import (
     same_device,
     weight_notes,
 )
-from .observing import run_batch
+from .observing import eagerly, run_batch
 
 __all__ = ["AO_MODES", "GROUP", "apply_ao", "why_not"]
 
@@ -215,9 +214,9 @@ class _Readers(TorchFunctionMode):
 def _read_otherwise(target: Target, layers: Mapping[str, nn.Module]) -> dict[str, str]:
     """The layers whose weights are read by other functions, and by which, in the first batch."""
     model: nn.Module = target.model
-    if not layers or contains_compiled(model):
+    if not layers:
         return {}
-    with unchanged(model):
+    with unchanged(model), eagerly():
         weights: dict[str, nn.Parameter] = {}
         for name, layer in layers.items():  # one of its own each, so that ties tell nothing
             own = layer.get_parameter("weight")

@@ -64,7 +64,7 @@ def parse_fake(name: str) -> FakeMode:
     bits = [None if text is None else int(text) for text in match.group(1, 2)]
     for what, number in zip(("weights", "activations"), bits, strict=True):
         if number is not None and not 2 <= number <= 16:
-            raise OptionError(f"{name!r} puts {what} on {number} bits, expected 2 to 16.")
+            raise OptionError(f"{name!r} gives {what} {number} bits, expected 2 to 16.")
     percentile: float | None = None
     per_tensor = False
     for word in match[3].split(":")[1:]:
@@ -73,7 +73,9 @@ def parse_fake(name: str) -> FakeMode:
         elif percentile is None and word != "tensor":
             percentile = _percentile(word, name)
         else:
-            raise OptionError(f"{name!r} says {word!r} beside what was said already. {SYNTAX}.")
+            raise OptionError(
+                f"{name!r} says {word!r} beside what was said already. Write {SYNTAX}."
+            )
     if percentile is not None and bits[1] is None:
         raise OptionError(
             f"{name!r} has a percentile, which clips activations, and quantises none. Write "
@@ -91,7 +93,9 @@ def _percentile(word: str, name: str) -> float:
     try:
         value = float(word)
     except ValueError:
-        raise OptionError(f"{name!r} has {word!r} where a percentile may be. {SYNTAX}.") from None
+        raise OptionError(
+            f"{name!r} has {word!r} where a percentile may be. Write {SYNTAX}."
+        ) from None
     if not 0 < value <= 1:
         hint = f" Write {value / 100:g} for {value:g} %." if 1 < value <= 100 else ""
         raise OptionError(f"{name!r} clips at {word}, expected more than 0, at most 1.{hint}")
@@ -263,6 +267,6 @@ def _calibration_notes(
     if empty:
         notes.append(
             f"The calibrated range of {len(empty)} {'layer' if len(empty) == 1 else 'layers'} is "
-            f"zero, so whatever they are given becomes zero: {listed(empty)}."
+            f"zero, so all that comes there becomes zero: {listed(empty)}."
         )
     return notes

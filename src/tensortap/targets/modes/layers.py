@@ -89,7 +89,10 @@ def find_layers(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> Found:
 
 def _why_not(module: nn.Module, inside: set[int]) -> str:
     if id(module) in inside:
-        return "nn.MultiheadAttention reads its weights itself and never calls it"
+        return (
+            "nn.MultiheadAttention reads its weights itself and never calls it, so all its "
+            "projections stay floats"
+        )
     weight = module._parameters.get("weight")
     if weight is None:
         return "its weight is computed (a parametrisation)"

@@ -7,6 +7,7 @@ above the percentile are held, 1 in 10,000 for 0.9999, so a calibration needs li
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,16 @@ from ..failing import model_failed
 from ..target import Batch, Target
 from .layers import listed, replace_forward, with_operand
 
-__all__ = ["AbsMax", "Range", "TopValues", "copied", "no_fast_path", "observe", "run_batch"]
+__all__ = [
+    "AbsMax",
+    "Range",
+    "TopValues",
+    "copied",
+    "eagerly",
+    "no_fast_path",
+    "observe",
+    "run_batch",
+]
 
 
 @dataclass(frozen=True)
@@ -125,11 +135,11 @@ def observe(
     _listen(target, layers, batches, {name: seen.update for name, seen in largest.items()})
     bad = [name for name, seen in largest.items() if seen.nonfinite]
     if bad:
+        more = f" (and of {len(bad) - 1} more layers)" if len(bad) > 1 else ""
         raise TargetError(
             f"Calibration met {largest[bad[0]].nonfinite} NaN or infinite values in the input of "
-            f"{bad[0]!r}{f' (and of {len(bad) - 1} more layers)' if len(bad) > 1 else ''}: no "
-            "scale can be taken from them. Record the model in fp32 and look at it with "
-            "`tensortap check`."
+            f"{listed(bad[:1])}{more}: no scale can be taken from them. Record the model in fp32 "
+            "and look at it with `tensortap check`."
         )
     seen = {name: found for name, found in largest.items() if found.count}
     clips = {name: found.absmax for name, found in seen.items()}
@@ -157,12 +167,21 @@ def _listen(
     batches: Sequence[Batch],
     listeners: Mapping[str, Callable[[Tensor], None]],
 ) -> None:
-    with unchanged(target.model):
+    with unchanged(target.model), eagerly():
         for name, layer in layers.items():
             replace_forward(layer, _hearing(listeners[name]))
             layer.register_forward_pre_hook(no_fast_path)  # put away with all else
+        for module in target.model.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
         for index, batch in enumerate(batches):
             run_batch(target, batch, index)
+
+
+def eagerly() -> contextlib.AbstractContextManager[Any]:
+    """Run what is compiled as it was written, so that each layer is called."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return contextlib.nullcontext() if stance is None else stance("force_eager")
 
 
 def run_batch(target: Target, batch: Batch, index: int = 0) -> None:
