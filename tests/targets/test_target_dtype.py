@@ -11,6 +11,7 @@ import torch
 import tensortap as tap
 from tensortap.errors import OptionError, TargetError
 from tensortap.targets import Target, load_target
+from tensortap.targets.casting import cast_target
 
 SOURCE = """
 import torch
@@ -145,8 +146,6 @@ def test_rubbish_is_told(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     target = load_target(spec)
     monkeypatch.setattr(torch.Tensor, "to", refuse)
-    from tensortap.targets.casting import cast_target
-
     with pytest.raises(TargetError, match=r"cannot be cast to float64: no such cast\."):
         cast_target(target, torch.float64, spec)
 
@@ -187,3 +186,19 @@ def test_a_truth_of_a_checkpoint(tmp_path: Path) -> None:
     row = result["lm_head"]
     assert row.nearer == "candidate"
     assert row.candidate_error < 1e-5 < row.reference_error
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mask_of_the_lowest_number_stays_finite(dtype: torch.dtype) -> None:
+    """The lowest float32 would be an infinity in a narrower dtype, and NaN behind a softmax."""
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.tensor([[0.0, lowest, -lowest, float("-inf"), 1e30]])
+    model = torch.nn.Linear(5, 5)
+    model.register_buffer("mask", mask.clone())
+    made = cast_target(Target(model, {"input": mask.clone()}), dtype, "spec")
+    limit = torch.finfo(dtype).max
+    large = float(torch.tensor(1e30).to(dtype))  # an infinity in float16, as `.to` has it
+    expected = [0.0, -limit, limit, float("-inf"), large]
+    assert made.model.mask.tolist() == [expected]
+    assert made.batches[0].kwargs["input"].tolist() == [expected]
+    assert made.model.mask.dtype == dtype

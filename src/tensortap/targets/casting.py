@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError, TargetError
 from ..taps.patching import leaves_of, put
+from ..taps.plain import is_plain
 from .options import parse_dtype
 from .target import Batch, Target
 
@@ -87,8 +88,15 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor cast; the lowest number of its dtype, as masks hold it, stays the lowest."""
     if tensor.is_floating_point():
-        return tensor.to(dtype)
+        cast = tensor.to(dtype)
+        end, limit = torch.finfo(tensor.dtype).max, torch.finfo(dtype).max
+        if end > limit and is_plain(tensor) and tensor.numel():
+            low, high = tensor.detach().aminmax()
+            if low == -end or high == end:
+                cast = torch.where(tensor.abs() == end, tensor.sign().to(dtype) * limit, cast)
+        return cast
     if tensor.is_complex() and dtype in _COMPLEX:
         return tensor.to(_COMPLEX[dtype])
     return tensor
