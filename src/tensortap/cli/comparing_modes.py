@@ -122,8 +122,10 @@ def compare_all(folder: str, reference: str, options: Options, shown: Shown, *, 
         for path in modes.save_pages(shown.html):
             note(f"The page is at {path}.")
     if save:
-        *files, summary = modes.save(f"{modes.folder}/{COMPARISONS}")
-        note(f"Wrote {len(files)} comparisons and {summary}")
+        place = f"{modes.folder}/{COMPARISONS}"
+        *files, summary = modes.save(place)
+        many = "1 comparison" if len(files) == 1 else f"{len(files)} comparisons"
+        note(f"Wrote {many} and {summary.name} to {place}")
     if not any(row.comparison is not None and row.comparison.compared for row in modes.modes):
         return TROUBLE
     return DONE if modes.same else DIFFERS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -42,7 +41,10 @@ def summary(
     ] = False,
     save: Annotated[
         bool,
-        typer.Option("--save", help="Write each comparison to FOLDER/comparisons/ as JSON."),
+        typer.Option(
+            "--save",
+            help="Write each comparison and the table to FOLDER/comparisons/ as JSON.",
+        ),
     ] = False,
     layers: LayersOption = None,
     floor: FloorOption = None,
@@ -53,6 +55,7 @@ def summary(
     json: JsonOption = False,
 ) -> int:
     """Compare every mode in a folder with the reference, in a table. Exit 0 when it is made."""
+    from ..comparing.mode_folders import COMPARISONS
     from ..comparing.modes import compare_modes
     from ..errors import OptionError
     from ..reporting.progress import progress
@@ -73,7 +76,8 @@ def summary(
         )
     if sort is not None:
         modes = modes.sorted_by(sort, descending=descending)
-    saved = modes.save(Path(folder) / "comparisons") if save else []
+    place = f"{modes.folder}/{COMPARISONS}"
+    saved = modes.save(place) if save else []
     if json:
         for warning in modes.warnings:
             typer.echo(f"warning: {' '.join(warning.split())}", err=True)
@@ -84,5 +88,5 @@ def summary(
 
         print_modes(stdout(), modes)
     for path in saved:
-        note(f"Wrote {path}")
+        note(f"Wrote {place}/{path.name}")
     return DONE if any(not row.problem for row in modes.modes) else TROUBLE
