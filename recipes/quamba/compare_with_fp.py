@@ -188,7 +188,9 @@ def table(folder: Path, options: argparse.Namespace) -> int:
         replace(
             row,
             path=f"{options.output_dir}/mode_{row.mode}",
-            comparison=row.comparison and named(row.comparison, modes.reference, row.mode),
+            comparison=None
+            if row.comparison is None
+            else named(row.comparison, modes.reference, row.mode),
         )
         for row in modes.modes
     )

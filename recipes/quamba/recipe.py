@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +22,7 @@ if importlib.util.find_spec("tensortap") is None and (SOURCES / "tensortap").is_
 
 if TYPE_CHECKING:
     from tensortap import Recording
-    from tensortap.targets.modes.record import RecordedModes
+    from tensortap.targets.modes.results import ModeStep, RecordedModes
 
 MODEL = "quamba-130m-w8a8"
 PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
@@ -31,6 +31,7 @@ COMPARISONS = "comparisons"
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
 DONE, DIFFERS, TROUBLE = 0, 1, 2
+_STOPPED = "Each forward was stopped"  # of no interest: behind the last layer that is saved
 
 
 def main(command: Callable[[], int]) -> NoReturn:
@@ -102,6 +103,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="turn what goes into out_proj by a Hadamard matrix",
     )
+    parser.add_argument(
+        "--calib",
+        type=count,
+        default=4,
+        metavar="N",
+        help="sequences that the scales come from, none of them recorded (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random weights (default: 0)")
     parser.add_argument(
         "--tiny",
@@ -118,6 +126,7 @@ def model_options(options: argparse.Namespace, model: str) -> dict[str, Any]:
         "pretrained_dir": options.pretrained_dir,
         "percentile": options.percentile,
         "hadamard": options.hadamard,
+        "calib": options.calib,
         "seed": options.seed,
         "tiny": options.tiny,
     }
@@ -177,29 +186,36 @@ def record(
     """Record the modes one after the other in this process; those that fail are told of."""
     from quamba.target import build
 
-    import tensortap as tap
     from tensortap.reporting.progress import progress
+    from tensortap.targets.modes.record import record_modes
 
     with progress("Recording") as advance:
-        recorded = tap.record_modes(
+        recorded = record_modes(
             build,
             folder,
             modes=list(modes),
             layers=list(layers),
             inputs=inputs,
+            early_stop=False,  # the model is small: finding out where to stop would cost more
             options={**options, "samples": samples, "seq_len": seq_len},
-            progress=advance,
+            progress=lambda step: advance(*_done(step, samples)),
         )
-    told: Iterable[str] = dict.fromkeys(text for mode in recorded.modes for text in mode.notes)
-    for text in told:
-        note(text)
+    for text in dict.fromkeys(text for mode in recorded.modes for text in mode.notes):
+        if not text.startswith(_STOPPED):
+            note(text)
     for mode in recorded.failed:
         note(f"Mode {mode.mode} failed: {mode.problem}")
     return recorded
+
+
+def _done(step: ModeStep, samples: int) -> tuple[int, int]:
+    """How many samples of all modes are done, for a line of progress."""
+    return (step.number - 1) * samples + (step.batch or 0), step.of * samples
 
 
 def facts(run: Recording) -> dict[str, Any]:
     """What the statistics say of the model besides what was asked for: its weights above all."""
     config = run.manifest.target.get("config")
     config = config if isinstance(config, dict) else {}
-    return {"weights": config.get("weights"), "tiny": bool(config.get("tiny"))}
+    kept = ("seq_len", "samples", "weights", "tiny", "calib", "percentile", "hadamard")
+    return {key: config.get(key) for key in kept}

@@ -90,7 +90,6 @@ def save(saved: Mapping[str, str], file: Path, options: argparse.Namespace) -> d
     about = {
         "model": options.model,
         "pretrained_dir": options.pretrained_dir,
-        "seq_len": options.seq_len,
         **recipe.facts(next(iter(runs.values()))),
         "first_layer_input": same_input(runs),
     }

@@ -49,7 +49,7 @@ def arguments() -> argparse.ArgumentParser:
         type=recipe.count,
         default=10,
         metavar="N",
-        help="samples, which also calibrate (default: %(default)s)",
+        help="samples (default: %(default)s)",
     )
     parser.add_argument(
         "--calib_seqlen",
@@ -126,8 +126,6 @@ def save(recording: str, mode: str, out: Path, options: argparse.Namespace) -> N
         "model": options.model,
         "pretrained_dir": options.pretrained_dir,
         **recipe.facts(run),
-        "seq_len": options.calib_seqlen,
-        "samples": options.calib_data_num,
     }
     exported = get("npy").export(run, out, ExportOptions(mode, overwrite=True, about=about))
     for skipped in exported.skipped:
