@@ -216,7 +216,7 @@ def _read_otherwise(target: Target, layers: Mapping[str, nn.Module]) -> dict[str
     model: nn.Module = target.model
     if not layers:
         return {}
-    with unchanged(model), eagerly():
+    with unchanged(model), eagerly(model):
         weights: dict[str, nn.Parameter] = {}
         for name, layer in layers.items():  # one of its own each, so that ties tell nothing
             own = layer.get_parameter("weight")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import TargetError
+from ...taps.compiled import contains_compiled
 from ...taps.isolation import unchanged
 from ...taps.patching import leaves_of
 from ..failing import model_failed
@@ -167,7 +168,7 @@ def _listen(
     batches: Sequence[Batch],
     listeners: Mapping[str, Callable[[Tensor], None]],
 ) -> None:
-    with unchanged(target.model), eagerly():
+    with unchanged(target.model), eagerly(target.model):
         for name, layer in layers.items():
             replace_forward(layer, _hearing(listeners[name]))
             layer.register_forward_pre_hook(no_fast_path)  # put away with all else
@@ -178,10 +179,13 @@ def _listen(
             run_batch(target, batch, index)
 
 
-def eagerly() -> contextlib.AbstractContextManager[Any]:
+def eagerly(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """Run what is compiled as it was written, so that each layer is called."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return contextlib.nullcontext() if stance is None else stance("force_eager")
+    if not contains_compiled(model):  # the other way imports the compiler, which takes seconds
+        return contextlib.nullcontext()
+    stance: Any = torch.compiler.set_stance
+    result: contextlib.AbstractContextManager[Any] = stance("force_eager")
+    return result
 
 
 def run_batch(target: Target, batch: Batch, index: int = 0) -> None:
