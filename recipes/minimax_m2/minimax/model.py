@@ -1,0 +1,154 @@
+"""The model: MiniMax-M2 from transformers with 62 layers and small widths, or a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensortap import Target
+from tensortap.errors import MissingExtraError, OptionError, TargetError
+from tensortap.targets.load import load_target
+
+from .prompt import PROMPT, VOCABULARY, Tokens, tokens_of
+
+__all__ = ["LAYERS", "Chosen", "build_target", "chosen", "tokens"]
+
+LAYERS = ("embedding", "blocks", "final_norm")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """What is smaller than in MiniMax-M2; the number of layers is not."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 64
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+
+TINY = Widths(32, 16, 2, 1, 16, 4, 2)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which model, and how long a sequence: what a compiled artefact is made for."""
+
+    checkpoint: Path | None
+    seed: int
+    tiny: bool
+    seq_len: int
+
+    def identity(self) -> dict[str, Any]:
+        """The same in plain values; another file, or another weight, is another identity."""
+        model: dict[str, Any]
+        if self.checkpoint is None:
+            model = {"widths": asdict(self.widths), "seed": self.seed}
+        else:
+            model = {"checkpoint": str(self.checkpoint), "files": _fingerprint(self.checkpoint)}
+        return {"model": model, "seq_len": self.seq_len}
+
+    @property
+    def widths(self) -> Widths:
+        return TINY if self.tiny else Widths()
+
+
+def chosen(
+    model_path: Path | None = None, seed: int = 0, tiny: bool = False, seq_len: int | None = None
+) -> Chosen:
+    """The user's wishes, with what they left open filled in."""
+    if model_path is not None and not (model_path / "config.json").is_file():
+        what = "has no config.json" if model_path.is_dir() else "is no folder"
+        raise OptionError(
+            f"--model-path is '{model_path}', which {what}. Give the folder of a local checkpoint, "
+            "as model.save_pretrained(folder) writes it; nothing is downloaded."
+        )
+    small = tiny and model_path is None
+    length = seq_len if seq_len is not None else 32 if small else 128
+    return Chosen(None if model_path is None else model_path.resolve(), seed, small, length)
+
+
+def tokens(wanted: Chosen, prompt: str | None) -> Tokens:
+    """The prompt as token ids, without building the model."""
+    text = PROMPT if prompt is None else prompt
+    return tokens_of(text, wanted.seq_len, wanted.checkpoint, _vocabulary(wanted.checkpoint))
+
+
+def build_target(wanted: Chosen, given: Tokens, device: str = "cpu") -> Target:
+    """The model in eval mode on a device, with the prompt as its one batch."""
+    target = _seeded(wanted) if wanted.checkpoint is None else _loaded(wanted, given)
+    model = target.model.to(device).eval().requires_grad_(False)
+    model.config.use_cache = False  # a cache among the outputs can be neither traced nor compared
+    return replace(
+        target,
+        model=model,
+        inputs={"input_ids": given.ids.to(device)},
+        prompt=[given.prompt],
+        config=json.loads(json.dumps(model.config.to_dict(), default=str)),
+    )
+
+
+def _seeded(wanted: Chosen) -> Target:
+    try:
+        from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
+    except ImportError as error:
+        raise MissingExtraError(
+            "transformers in a version with MiniMaxM2ForCausalLM", "hf", "The built-in model"
+        ) from error
+    config = MiniMaxM2Config(
+        **asdict(wanted.widths),
+        vocab_size=VOCABULARY,
+        num_hidden_layers=62,
+        max_position_embeddings=max(2048, wanted.seq_len),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 0.5,
+        },
+        initializer_range=0.1,  # with transformers' 0.02 narrow blocks would add next to nothing
+        bos_token_id=None,
+        eos_token_id=1,
+        architectures=["MiniMaxM2ForCausalLM"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(wanted.seed)
+        model = MiniMaxM2ForCausalLM(config)
+    note = f"The weights are random, by seed {wanted.seed}; --model-path DIR takes a checkpoint."
+    return Target(model, {}, name="minimax_m2", notes=(note,))
+
+
+def _loaded(wanted: Chosen, given: Tokens) -> Target:
+    """The checkpoint as any `hf:` target is loaded: safetensors, local files, no code of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "ids.json"
+        file.write_text(json.dumps(given.ids.tolist()))
+        return load_target(f"hf:{wanted.checkpoint}", {"seed": wanted.seed}, input_ids=file)
+
+
+def _vocabulary(checkpoint: Path | None) -> int:
+    if checkpoint is None:
+        return VOCABULARY
+    try:
+        config = json.loads((checkpoint / "config.json").read_text())
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        raise TargetError(f"The config.json in '{checkpoint}' cannot be read: {error}") from error
+    return int(size) if size else 1 << 62
+
+
+def _fingerprint(folder: Path) -> str:
+    """What changes when a checkpoint's files do, without reading gigabytes of them."""
+    found = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".safetensors", ".json") and file.is_file():
+            about = file.stat()
+            found.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest()
