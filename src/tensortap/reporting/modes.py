@@ -132,7 +132,9 @@ def print_each_mode(console: Console, modes: Modes, *, only_bad: bool = False) -
             for warning in found.warnings:
                 console.print(f"  warning: {text.clean(warning)}", style="yellow")
             console.print(f"  {text.clean(found.sentence)}")
-            console.print(f"  First divergence: {_divergence(row)[0]}")
+            first = found.first_divergence
+            for cause in () if first is None else first.causes:
+                console.print(f"  {text.clean(str(cause))}")
         console.print()
     console.print(modes_document_text(modes), soft_wrap=True)
     for line in _layers(modes):
@@ -144,7 +146,9 @@ def _answer(row: ModeRow) -> tuple[str, str]:
         return "not compared", "bold yellow"
     if row.same:
         return "same", "bold green"
-    return "diverged" if row.first_divergence is not None else "incomparable", "bold red"
+    if row.first_divergence is None:
+        return "incomparable", "bold red"
+    return f"diverged, first at {text.layer_name(row.first_divergence)}", "bold red"
 
 
 def _layers(modes: Modes) -> list[str]:
