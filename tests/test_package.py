@@ -30,6 +30,7 @@ RENDER_THEMSELVES = {
     "comparing/modes.py",
     "comparing/blame/results.py",
     "comparing/replay/results.py",
+    "targets/modes/results.py",
 }
 
 

@@ -98,9 +98,12 @@ def test_options_reach_the_target(run: Run, target: str, tmp_path: Path) -> None
     assert torch.equal(outputs["a"], outputs["b"])
     assert not torch.equal(outputs["a"], outputs["c"])
     assert open_recording(tmp_path / "c").manifest.seed == 8
-    refused = run("record", f"{target}:build", "-o", tmp_path / "d", "--mode", "bf16")
+    refused = run("record", f"{target}:build", "-o", tmp_path / "d", "--mode", "wide")
     assert refused.code == 2
-    assert "does not take 'mode'. It takes width, seed" in refused.err
+    assert "has no mode 'wide'" in refused.err
+    refused = run("record", f"{target}:build", "-o", tmp_path / "d", "--samples", "3")
+    assert refused.code == 2
+    assert "does not take 'samples'. It takes width, seed" in refused.err
 
 
 def test_early_stop_stops_and_can_be_refused(run: Run, target: str, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from .common import (
     print_notes,
     say,
 )
-from .running import Settings, record_target
 
 if TYPE_CHECKING:
     from ..comparing.modes import Modes
@@ -134,6 +133,7 @@ def _places(output: str) -> dict[str, str]:
 def _record(output: str) -> dict[str, Recording]:
     from ..reporting.progress import progress
     from ..targets import load_target
+    from .running import Settings, record_target
 
     settings = Settings(
         layers=("embedding", "blocks", "final_norm"), inputs=True, overwrite=True, early_stop=False

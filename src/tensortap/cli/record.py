@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from ..errors import OptionError
+from ..errors import OptionError, RecordingExistsError
 from .common import (
     DONE,
     JsonOption,
     LayersOption,
     MaybeText,
     OverwriteOption,
-    note,
     parse_size,
-    print_json,
     print_notes,
-    say,
 )
 from .compare import FloorOption, MapOption, PresetOption, RuleOption
+from .plans import plan_of
 from .recorded import report, report_against
-from .running import Settings, run_target
 from .targeting import (
     AcceptInferredOption,
     AnyTargetArgument,
+    CalibOption,
     Compiled,
     CustomOpsOption,
     DeviceOption,
@@ -35,7 +33,8 @@ from .targeting import (
     InputIdsOption,
     InputsFromOption,
     ManifestOption,
-    ModeOption,
+    ManyModesOption,
+    ModeGroupsOption,
     NamesFromOption,
     PromptOption,
     RuntimeOption,
@@ -45,12 +44,12 @@ from .targeting import (
     SeqLenOption,
     SetOption,
     WeightsOption,
-    chosen_target,
-    command_of,
 )
 
 if TYPE_CHECKING:
     from ..targets import Target
+    from ..targets.modes.request import Request
+    from .running import Outcome, Settings
 
 _KEEP = ("tensors", "sketch", "summary")
 
@@ -112,7 +111,16 @@ def record(
     rules: RuleOption = None,
     maps: MapOption = None,
     preset: PresetOption = None,
-    mode: ModeOption = None,
+    mode: ManyModesOption = None,
+    modes: ModeGroupsOption = None,
+    jobs: Annotated[int, typer.Option("--jobs", metavar="N", help="Record N modes at a time.")] = 1,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Keep recordings that are complete and the same; make the others."
+        ),
+    ] = False,
+    calib: CalibOption = None,
     seq_len: SeqLenOption = None,
     samples: SamplesOption = None,
     device: DeviceOption = None,
@@ -137,8 +145,11 @@ def record(
     ] = False,
     json: JsonOption = False,
 ) -> int:
-    """Run a model and record its layers. Exit 1: with --against something diverged, or a \
-self-check of a compiled model failed."""
+    """Run a model and record its layers, in one mode or in several. Exit 1: with --against \
+something diverged, or a self-check of a compiled model failed. Exit 2: a mode failed."""
+    from ..targets.modes.request import Request
+    from .running import Settings
+
     if keep not in _KEEP:
         raise OptionError(f"--keep must be tensors, sketch or summary, got {keep!r}.")
     if output is None and not plan:
@@ -148,6 +159,11 @@ self-check of a compiled model failed."""
             "--stop, --coarse, --full, --floor, --rule, --map and --preset say how to judge a run "
             "against another. Name the other one with --against RUN."
         )
+    if resume and overwrite:
+        raise OptionError(
+            "--overwrite makes every recording anew, and --resume keeps those that are there. Give "
+            "one of them."
+        )
     compiled = Compiled(
         runtime=runtime,
         manifest=manifest,
@@ -156,28 +172,6 @@ self-check of a compiled model failed."""
         accept_inferred=accept_inferred,
         self_check=self_check,
         custom_ops=tuple(custom_ops or ()),
-    )
-    words = command_of(
-        target,
-        {
-            "--mode": mode,
-            "--seq-len": seq_len,
-            "--samples": samples,
-            "--device": device,
-            "--dtype": dtype,
-            "--seed": seed,
-            "--input-ids": input_ids,
-            "--set": sets,
-            "--prompt": prompts,
-            "--inputs-from": inputs_from,
-            "--runtime": runtime,
-            "--manifest": manifest,
-            "--weights": weights,
-            "--names-from": names_from,
-            "--accept-inferred": accept_inferred,
-            "--no-self-check": not self_check,
-            "--custom-ops": custom_ops,
-        },
     )
     settings = Settings(
         layers=tuple(layers or ()),
@@ -190,7 +184,6 @@ self-check of a compiled model failed."""
         overwrite=overwrite,
         early_stop=early_stop,
         strict=strict,
-        command=shlex.join(words),
         against=against,
         stop=stop,
         full=full,
@@ -198,62 +191,99 @@ self-check of a compiled model failed."""
         rules=tuple(rules or ()),
         maps=tuple(maps or ()),
         preset=preset,
-        compiled=compiled,
+        compiled=compiled.options(),
     )
-    loaded = chosen_target(
+    request = Request(
         target,
-        mode=mode,
-        seq_len=seq_len,
-        samples=samples,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        sets=sets,
-        prompts=prompts,
+        settings,
+        options={
+            key: value
+            for key, value in (
+                ("seq_len", seq_len),
+                ("samples", samples),
+                ("device", device),
+                ("dtype", dtype),
+                ("seed", seed),
+            )
+            if value is not None
+        },
+        sets=tuple(sets or ()),
+        prompts=tuple(prompts or ()),
         input_ids=input_ids,
-        inputs_from=inputs_from,
-        compiled=compiled,
-        plan=plan,
+        inputs_from=tuple(inputs_from or ()),
+        calib=calib,
     )
+    wanted = [*(mode or ()), *(modes or ())]
+    if modes or len(wanted) > 1:
+        from . import record_modes as many
+
+        if coarse:
+            raise OptionError(
+                "--coarse looks for the window of one mode. Give one --mode, or record every mode "
+                "against the reference with --against RUN alone."
+            )
+        if plan:
+            return many.plan(request, wanted, json)
+        assert output is not None
+        return many.record(request, output, wanted, jobs=jobs, resume=resume, as_json=json)
+    return _record_one(request, wanted[0] if wanted else None, output, plan, coarse, resume, json)
+
+
+def _record_one(
+    request: Request,
+    mode: str | None,
+    output: str | None,
+    plan: bool,
+    coarse: bool,
+    resume: bool,
+    as_json: bool,
+) -> int:
+    """One recording, at the folder itself."""
+    from ..reporting.progress import progress
+    from .running import run_target
+
+    settings = request.settled(mode)
     if plan:
-        _plan(loaded, settings, json)
+        plan_of(_load(request, mode, plan=True), settings).show(as_json)
         return DONE
     assert output is not None
+    if resume:
+        kept = _earlier(output, settings)
+        if kept is not None:
+            return report(kept, as_json, kept=True)
+        settings = replace(settings, overwrite=True)
+    loaded = _load(request, mode)
     if coarse:
         from .coarse import record_window
 
-        return record_window(loaded, output, settings, json)
-    from ..reporting.progress import progress
-
+        return record_window(loaded, output, settings, as_json)
     with progress("Recording") as advance, redirect_stdout(sys.stderr):
         outcome = run_target(loaded, output, settings, advance)
     if outcome.comparison is not None:
-        return report_against(outcome, json)
-    return report(outcome, json)
+        return report_against(outcome, as_json)
+    return report(outcome, as_json)
 
 
-def _plan(target: Target, settings: Settings, as_json: bool) -> None:
-    from ..reporting.plans import plan_table, plan_target
+def _load(request: Request, mode: str | None, *, plan: bool = False) -> Target:
+    """The target; what it prints goes to stderr, as its notes."""
+    import torch
 
-    with redirect_stdout(sys.stderr):
-        plan = plan_target(
-            target,
-            settings.layers,
-            inputs=settings.inputs,
-            outputs=settings.outputs,
-            grads=settings.grads,
-            options=settings.compiled.options(),
-        )
-    if as_json:
-        print_json(plan.to_dict(keep=settings.keep))
-    else:
-        from ..reporting.console import print_table, stdout
+    seed = request.seed(mode)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
+        target = request.load(mode, plan=plan)
+    print_notes(target.notes)
+    return target
 
-        print_table(stdout(), plan_table(plan))
-        say(plan.sentence(keep=settings.keep))
-        last = plan.last_layer
-        if settings.early_stop and not settings.grads and target.run is None and last:
-            say(f"The model would run no further than '{last}' (--no-early-stop to run on).")
-    print_notes(plan.notes)
-    if settings.grads:
-        note("Gradients come on top: as many bytes again as the outputs, and inputs, they are of.")
+
+def _earlier(output: str, settings: Settings) -> Outcome | None:
+    """The recording that is there already, if it is the one that was asked for."""
+    from ..targets.modes.resume import look
+    from .running import Outcome
+
+    found = look(output, settings.made_with or {})
+    if found.problem is not None:
+        raise RecordingExistsError(found.problem)
+    print_notes(found.notes)
+    return None if found.recording is None else Outcome(found.recording, 0.0)

@@ -9,11 +9,11 @@ import typer
 
 from .common import DONE, UNHEALTHY, note, print_json, print_notes, say
 from .compare import DIFFERS, print_answer
-from .running import Outcome
 
 if TYPE_CHECKING:
     from ..comparing.streaming import Window
     from ..recording.reader import Recording
+    from .running import Outcome
 
 __all__ = ["facts", "recorded", "report", "report_against"]
 
@@ -41,13 +41,13 @@ def facts(outcome: Outcome) -> dict[str, object]:
     }
 
 
-def report(outcome: Outcome, as_json: bool) -> int:
-    """Print what was recorded; a self-check that failed makes it unhealthy."""
+def report(outcome: Outcome, as_json: bool, *, kept: bool = False) -> int:
+    """Print what was recorded, or `kept`; a self-check that failed makes it unhealthy."""
     recording = outcome.recording
     if as_json:
-        print_json(facts(outcome))
+        print_json({**facts(outcome), **({"kept": True} if kept else {})})
     else:
-        say(recorded(outcome))
+        say(_kept(outcome) if kept else recorded(outcome))
     print_notes([*_quiet(recording), *_stopped(recording)])
     code = _warn(outcome)
     if not as_json:
@@ -64,6 +64,16 @@ def recorded(outcome: Outcome) -> str:
     return (
         f"Recorded {plural(len(recording), 'layer')}, {plural(len(recording.records), 'record')}, "
         f"{size(recording.nbytes)} to {recording.path} in {outcome.seconds:.1f} s"
+    )
+
+
+def _kept(outcome: Outcome) -> str:
+    from ..reporting.text import plural
+
+    recording = outcome.recording
+    return (
+        f"Kept {recording.path}, which is complete and was made with the same options: "
+        f"{plural(len(recording), 'layer')}, {plural(len(recording.records), 'record')}"
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcceptInferredOption",
     "AnyTargetArgument",
+    "CalibOption",
     "Compiled",
     "CustomOpsOption",
     "DeviceOption",
@@ -28,6 +29,8 @@ __all__ = [
     "InputIdsOption",
     "InputsFromOption",
     "ManifestOption",
+    "ManyModesOption",
+    "ModeGroupsOption",
     "ModeOption",
     "NamesFromOption",
     "PromptOption",
@@ -40,7 +43,6 @@ __all__ = [
     "TargetArgument",
     "WeightsOption",
     "chosen_target",
-    "command_of",
 ]
 
 _GIVEN = "given to the target's function"
@@ -55,6 +57,29 @@ AnyTargetArgument = Annotated[
         metavar="TARGET",
         help="file.py:function, package.module:function, hf:DIR, or a compiled model's file: "
         "model.pt, .pt2, .onnx, .xml.",
+    ),
+]
+ManyModesOption = Annotated[
+    MaybeList,
+    typer.Option(
+        "--mode",
+        metavar="MODE",
+        help=f"The variant, {_GIVEN}, or a built-in one. Repeated: a recording each, under DIR.",
+    ),
+]
+ModeGroupsOption = Annotated[
+    MaybeList,
+    typer.Option(
+        "--modes",
+        metavar="MODES",
+        help="Several modes, as a,b,c or a group: all, essential, quant_only, fp_only; a recording "
+        "each, under DIR. Repeatable.",
+    ),
+]
+CalibOption = Annotated[
+    MaybeInt,
+    typer.Option(
+        "--calib", metavar="N", help="How many batches calibrate a fake: mode; all, if not given."
     ),
 ]
 ModeOption = Annotated[MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}.")]
@@ -161,19 +186,6 @@ class Compiled:
         return Options(**vars(self))
 
 
-def command_of(target: str, options: dict[str, Any]) -> list[str]:
-    """What chooses this target again, ready to be run: options by flag, lists repeated."""
-    words = ["tensortap", "record", target]
-    for flag, value in options.items():
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list | tuple):
-            words += [word for item in value for word in (flag, str(item))]
-        elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
-
-
 def chosen_target(
     spec: str,
     *,
@@ -189,6 +201,7 @@ def chosen_target(
     inputs_from: Sequence[Path] | None = None,
     compiled: Compiled | None = None,
     plan: bool = False,
+    calib: int | None = None,
 ) -> Target:
     """The target with the options that were given; what it prints goes to stderr, as its notes.
 
@@ -226,6 +239,7 @@ def chosen_target(
             inputs_from=inputs_from or (),
             compiled=None if compiled is None else compiled.options(),
             plan=plan,
+            calib=calib,
         )
     print_notes(target.notes)
     return target

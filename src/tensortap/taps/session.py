@@ -515,6 +515,7 @@ class Recorder:
 
     def _manifest(self) -> Manifest:
         described = {**self.tap.describe(), **self._target}
+        made_with = described.pop("made_with", None)
         return Manifest(
             tool=f"tensortap {__version__}",
             torch=torch.__version__,
@@ -530,6 +531,7 @@ class Recorder:
                 "keep": self._keep,
                 "histograms": self._histograms,
                 "command": described.pop("command", None),
+                **({} if made_with is None else {"made_with": made_with}),
             },
             structure=replace(self.tap.structure),
             inputs={"prompt": described.pop("prompt", None)},

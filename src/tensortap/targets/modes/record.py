@@ -1,0 +1,379 @@
+"""`tap.record_modes`: a recording a mode, side by side in one folder.
+
+A mode that fails is a row with its problem, and the others go on. Every mode starts from the same
+random state and the same defaults of torch, in this process as in one of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...errors import OptionError, RecordingExistsError, TapError
+from ...recording.schema import MANIFEST
+from ...recording.store import open_store
+from ...taps.programs.base import Options
+from ..running import Outcome, Settings, run_target
+from ..target import Target
+from . import worker
+from .declared import folder_name, mode_names
+from .request import Request
+from .results import ModesInterrupted, ModeStep, RecordedMode, RecordedModes
+from .resume import look
+from .surroundings import Surroundings, cuda_in_use
+
+__all__ = ["Progress", "places_of", "record_modes", "record_one", "row_of", "run_request"]
+
+Progress = Callable[[ModeStep], None]
+_COMPARISONS = "comparisons"  # what `compare` and `summary` write beside the modes
+_STOPPED = (
+    "Each forward was stopped behind '{}', the last call that was asked for. "
+    "--no-early-stop runs on."
+)
+
+
+def record_modes(
+    target: str | Callable[..., Any],
+    folder: str | os.PathLike[str],
+    *,
+    modes: str | Sequence[str] = "all",
+    layers: str | Sequence[str] = "blocks",
+    inputs: bool = False,
+    outputs: bool = True,
+    grads: bool = False,
+    keep: Literal["tensors", "sketch", "summary"] = "tensors",
+    budget: int = 1 << 30,
+    histograms: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    jobs: int = 1,
+    calib: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    prompts: Sequence[str] = (),
+    input_ids: str | os.PathLike[str] | None = None,
+    inputs_from: Sequence[str | os.PathLike[str]] = (),
+    early_stop: bool = True,
+    strict: bool = False,
+    progress: Progress | None = None,
+    compiled: Options | None = None,
+    against: str | os.PathLike[str] | None = None,
+    stop: bool = False,
+    full: bool = False,
+    floor: str | os.PathLike[str] | None = None,
+    rules: Sequence[str] = (),
+    map: Sequence[str] = (),
+    preset: str | None = None,
+) -> RecordedModes:
+    """Record a target in several modes, each into its own folder under `folder`.
+
+        modes = tap.record_modes("model.py:build", "runs", modes="fp32,int8", layers="blocks")
+        print(modes)
+
+    Args:
+        target: what `tensortap record` takes, or a function that takes `mode`, or one whose model
+            the built-in modes are made of.
+        folder: a folder or fsspec URL; a mode's recording lies at FOLDER/<folder_name(mode)>.
+        modes: names, comma lists and groups, in one text or several: "all", "fp32,fake:w8a8".
+        layers, inputs, outputs, grads, keep, budget, histograms, strict: as in `tap.record`.
+        overwrite: replace recordings that are there. resume: keep those that are complete and were
+            made from the same target with the same options; make the others.
+        jobs: how many modes at a time, each in a process of its own; 1 runs them here.
+        calib: on how many batches the built-in `fake:` modes are calibrated; all, if not given.
+        options: what the target's function gets by name. sets, prompts, input_ids, inputs_from,
+            compiled: as for the command line's `--set`, `--prompt` and so on.
+        early_stop: run no further than the last selected layer.
+        progress: is told a ModeStep whenever a mode or a batch begins or ends.
+        against, stop, full, floor, rules, map, preset: compare each mode with a recording while it
+            runs, as in `tap.record`.
+
+    A mode that fails is a row with status "failed" and its problem; the others go on. What is wrong
+    with the question itself (an unknown mode, a folder that is taken) raises before anything runs.
+    """
+    request = Request(
+        target=target,
+        settings=Settings(
+            layers=_layers(layers),
+            inputs=inputs,
+            outputs=outputs,
+            grads=grads,
+            keep=keep,
+            histograms=histograms,
+            budget=budget,
+            overwrite=overwrite or resume,
+            early_stop=early_stop,
+            strict=strict,
+            against=None if against is None else os.fspath(against),
+            stop=stop,
+            full=full,
+            floor=None if floor is None else os.fspath(floor),
+            rules=tuple(rules),
+            maps=tuple(map),
+            preset=preset,
+            compiled=compiled or Options(),
+        ),
+        options={key: value for key, value in (options or {}).items() if value is not None},
+        sets=tuple(sets),
+        prompts=tuple(prompts),
+        input_ids=None if input_ids is None else Path(input_ids),
+        inputs_from=tuple(Path(file) for file in inputs_from),
+        calib=calib,
+    )
+    return run_request(
+        request,
+        os.fspath(folder),
+        [modes] if isinstance(modes, str) else list(modes),
+        overwrite=overwrite,
+        resume=resume,
+        jobs=jobs,
+        progress=progress,
+    )
+
+
+def run_request(
+    request: Request,
+    folder: str,
+    modes: Sequence[str],
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> RecordedModes:
+    """The modes of a request, in this process or in others; the rows in the order of the modes."""
+    _check(request, overwrite=overwrite, resume=resume, jobs=jobs)
+    start = Surroundings.now()
+    try:
+        notes: list[str] = []
+        device = request.options.get("device")
+        names = mode_names(
+            request.target,
+            modes,
+            device=None if device is None else str(device),
+            note=notes.append,
+        )
+        places = places_of(folder, names, free=not (overwrite or resume))
+        tell = _numbered(progress, names)
+        rows: dict[str, RecordedMode] = {}
+        try:
+            if resume and not overwrite:
+                for mode, path in places.items():
+                    row = _earlier(request, mode, path)
+                    if row is not None:
+                        rows[mode] = row
+                        tell(mode, row.status)
+            left = {mode: path for mode, path in places.items() if mode not in rows}
+            if jobs > 1:
+                from .workers import record_in_workers
+
+                record_in_workers(request, left, start, jobs=jobs, tell=tell, rows=rows)
+            else:
+                for mode, path in left.items():
+                    tell(mode, "loading")
+                    told = functools.partial(tell, mode, "running")
+                    rows[mode] = record_one(request, mode, path, start, told)
+                    tell(mode, rows[mode].status)
+        except KeyboardInterrupt:
+            done = tuple(rows[mode] for mode in names if mode in rows)
+            waiting = tuple(mode for mode in names if mode not in rows)
+            raise ModesInterrupted(RecordedModes(folder, done, tuple(notes)), waiting) from None
+    finally:
+        start.restore()
+    return RecordedModes(folder, tuple(rows[mode] for mode in names), tuple(notes))
+
+
+def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str]:
+    """The folder of each mode; two modes in one, or a folder that is taken, is refused."""
+    places: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for mode in modes:
+        name = folder_name(mode)
+        if name == _COMPARISONS:
+            raise OptionError(
+                f"The mode {mode!r} would lie in {folder}/{name}, where comparisons of modes go. "
+                "Give it another name."
+            )
+        if name in owners:
+            raise OptionError(
+                f"The modes {owners[name]!r} and {mode!r} would both lie in {folder}/{name}. "
+                "Record them into different folders."
+            )
+        owners[name] = mode
+        places[mode] = f"{folder.rstrip('/') or '/'}/{name}"
+    if MANIFEST in open_store(folder).names():
+        raise RecordingExistsError(
+            f"{folder} is a recording itself, and modes lie side by side in a folder that is none. "
+            "Choose another folder."
+        )
+    taken = [path for path in places.values() if MANIFEST in open_store(path).names()]
+    if taken and free:
+        one = len(taken) == 1
+        raise RecordingExistsError(
+            f"{', '.join(taken)} already {'holds a recording' if one else 'hold recordings'}. "
+            "Go on with what is missing with --resume (resume=True in Python), replace "
+            f"{'it' if one else 'them'} with --overwrite (overwrite=True), or choose another "
+            "folder."
+        )
+    return places
+
+
+def record_one(
+    request: Request,
+    mode: str,
+    path: str,
+    start: Surroundings,
+    progress: Callable[[int, int | None], None],
+) -> RecordedMode:
+    """One mode, from loading to its row; whatever it raises is its own problem."""
+    began = time.monotonic()
+    loaded: list[Target] = []
+    try:
+        start.restore(request.seed(mode))
+        loaded.append(replace(request.load(mode), mode=mode))  # by the name that was asked for
+        outcome = run_target(loaded[0], path, request.settled(mode), progress)
+        row = row_of(outcome, mode, notes=loaded[0].notes)
+    except (Exception, SystemExit) as error:  # whatever a mode does, the others go on
+        if os.environ.get("TENSORTAP_TRACEBACK"):
+            traceback.print_exc()
+        notes = () if loaded else _left_from_before(path)
+        row = RecordedMode(mode, path, "failed", problem=_problem(error), notes=notes)
+    loaded.clear()
+    _free()
+    return replace(row, seconds=time.monotonic() - began)
+
+
+def _left_from_before(path: str) -> tuple[str, ...]:
+    """A mode that failed before anything was written leaves an older recording where it was."""
+    try:
+        if MANIFEST not in open_store(path).names():
+            return ()
+    except (TapError, OSError):
+        return ()
+    return (f"What an earlier run recorded to {path} is still there.",)
+
+
+def row_of(
+    outcome: Outcome,
+    mode: str,
+    *,
+    notes: Sequence[str] = (),
+    status: Literal["recorded", "kept"] = "recorded",
+) -> RecordedMode:
+    """What is in a recording, as a row."""
+    recording = outcome.recording
+    quiet = [text for text in recording.notes if not text.startswith("Self-check failed:")]
+    behind = recording.manifest.selection.get("stopped_behind")
+    stopped = [_STOPPED.format(behind)] if behind else []
+    comparison = outcome.comparison
+    return RecordedMode(
+        mode=mode,
+        path=recording.path,
+        status=status,
+        seconds=outcome.seconds,
+        layers=len(recording),
+        records=len(recording.records),
+        nbytes=recording.nbytes,
+        notes=(*notes, *quiet, *stopped),
+        checks=len(recording.manifest.self_checks),
+        failed_checks=tuple(outcome.failed_checks),
+        compared=None if comparison is None else _compared(outcome),
+    )
+
+
+def _compared(outcome: Outcome) -> dict[str, Any]:
+    comparison = outcome.comparison
+    first = comparison.first_divergence
+    return {
+        "same": comparison.same,
+        "sentence": comparison.sentence,
+        "first_divergence": None if first is None else first.layer,
+        "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
+        "bytes_seen": outcome.seen,
+        "bytes_kept": outcome.kept,
+    }
+
+
+def _earlier(request: Request, mode: str, path: str) -> RecordedMode | None:
+    """The row of a mode that is there already; None where it is to be made."""
+    try:
+        found = look(path, request.made_with(mode))
+    except (TapError, OSError) as error:
+        return RecordedMode(mode, path, "failed", problem=_problem(error))
+    if found.problem is not None:
+        return RecordedMode(mode, path, "failed", problem=found.problem)
+    if found.recording is None:
+        return None
+    return row_of(Outcome(found.recording, 0.0), mode, notes=found.notes, status="kept")
+
+
+def _problem(error: BaseException) -> str:
+    """What went wrong, in a sentence."""
+    if isinstance(error, TapError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}."
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message}{place}. Set TENSORTAP_TRACEBACK=1 for the traceback."
+
+
+def _free() -> None:
+    """One mode's model goes before the next one comes."""
+    gc.collect()
+    if cuda_in_use():
+        torch.cuda.empty_cache()
+
+
+def _numbered(progress: Progress | None, names: Sequence[str]) -> Callable[..., None]:
+    numbers = {mode: number for number, mode in enumerate(names, start=1)}
+
+    def tell(
+        mode: str,
+        state: Literal["waiting", "loading", "running", "recorded", "kept", "failed"],
+        batch: int | None = None,
+        batches: int | None = None,
+    ) -> None:
+        if progress is not None:
+            progress(ModeStep(mode, numbers[mode], len(names), state, batch, batches))
+
+    for mode in names:
+        tell(mode, "waiting")
+    return tell
+
+
+def _layers(layers: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(layers, str):
+        return () if layers == "blocks" else (layers,)
+    return tuple(layers)
+
+
+def _check(request: Request, *, overwrite: bool, resume: bool, jobs: int) -> None:
+    if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
+        raise OptionError(f"--jobs must be a whole number from 1, got {jobs!r}.")
+    if request.settings.keep not in ("tensors", "sketch", "summary"):
+        raise OptionError(
+            f"keep must be 'tensors', 'sketch' or 'summary', got {request.settings.keep!r}."
+        )
+    if overwrite and resume:
+        raise OptionError(
+            "--overwrite makes every mode anew, and --resume keeps those that are there. Give one "
+            "of them."
+        )
+    if worker.inside:
+        raise OptionError(
+            "record_modes was called while a process for one mode imports this script. Put the "
+            "call under: if __name__ == '__main__':"
+        )
+    if "mode" in request.options:
+        raise OptionError("options has a 'mode'. Name the modes with modes=… instead.")

@@ -1,0 +1,204 @@
+"""What is asked for when modes are recorded: the target, its options, and how to record.
+
+From it come the target of each mode, the command that chooses it again, and what the manifest
+keeps so that `--resume` knows a recording again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...errors import OptionError
+from ..importing import finding
+from ..load import load_target
+from ..running import Settings
+from ..target import Target
+from .declared import project_of
+from .project import ModeTable
+
+__all__ = ["Request", "command_of"]
+
+_FLAGS = ("seq_len", "samples", "device", "dtype", "seed")
+_LARGE = 64 << 20  # a file beyond this is known by its size and time, not by its bytes
+
+
+@dataclass(frozen=True)
+class Request:
+    """A target with its options, the same for every mode."""
+
+    target: str | Callable[..., Any]
+    settings: Settings = field(default_factory=Settings)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sets: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    input_ids: Path | None = None
+    inputs_from: tuple[Path, ...] = ()
+    calib: int | None = None
+
+    def load(self, mode: str | None, *, plan: bool = False) -> Target:
+        """The target in one mode; a `plan` of a compiled model needs no inputs."""
+        return load_target(
+            self.target,
+            {"mode": mode, **self.options},
+            self.sets,
+            prompts=self.prompts,
+            input_ids=self.input_ids,
+            inputs_from=self.inputs_from,
+            compiled=self.settings.compiled,
+            plan=plan,
+            calib=self.calib,
+        )
+
+    def seed(self, mode: str | None) -> int | None:
+        """The seed that was given, by the user or by the mode's table."""
+        table = self.table(mode)
+        found = self.options.get("seed", None if table is None else table.options.get("seed"))
+        return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+    def table(self, mode: str | None) -> ModeTable | None:
+        """What a `tensortap.toml` says of a mode."""
+        return None if mode is None else project_of(self.target).modes.get(mode)
+
+    def settled(self, mode: str | None) -> Settings:
+        """The settings of one mode's recording."""
+        return replace(self.settings, command=self.command(mode), made_with=self.made_with(mode))
+
+    @property
+    def name(self) -> str:
+        """The target as it is called: what was typed, or where the function comes from."""
+        if isinstance(self.target, str):
+            return self.target
+        with finding(self.target) as found:
+            return found.spec
+
+    def command(self, mode: str | None) -> str | None:
+        """What chooses this target again on the command line; a function has no such line."""
+        if not isinstance(self.target, str):
+            return None
+        compiled = self.settings.compiled
+        named = {key: value for key, value in self.options.items() if key in _FLAGS}
+        others = [f"{key}={value}" for key, value in self.options.items() if key not in _FLAGS]
+        words = command_of(
+            self.target,
+            {
+                "--mode": mode,
+                **{f"--{key.replace('_', '-')}": named.get(key) for key in _FLAGS},
+                "--input-ids": self.input_ids,
+                "--set": [*self.sets, *others],
+                "--prompt": self.prompts,
+                "--inputs-from": self.inputs_from,
+                "--calib": self.calib,
+                "--runtime": compiled.runtime,
+                "--manifest": compiled.manifest,
+                "--weights": compiled.weights,
+                "--names-from": compiled.names_from,
+                "--accept-inferred": compiled.accept_inferred,
+                "--no-self-check": not compiled.self_check,
+                "--custom-ops": compiled.custom_ops,
+            },
+        )
+        return shlex.join(words)
+
+    def made_with(self, mode: str | None) -> dict[str, Any]:
+        """All that the numbers of a recording depend on, as far as it was said; JSON."""
+        settings = self.settings
+        table = self.table(mode)
+        compiled = {k: v for k, v in asdict(settings.compiled).items() if v and k != "self_check"}
+        made = {
+            "target": self.name,
+            "mode": mode,
+            "options": {**self.options},
+            "set": self.sets,
+            "prompts": self.prompts,
+            "calib": self.calib,
+            "mode_table": None if table is None else _table(table),
+            "layers": settings.layers or ("blocks",),
+            "inputs": settings.inputs,
+            "outputs": settings.outputs,
+            "grads": settings.grads,
+            "keep": settings.keep,
+            "histograms": settings.histograms,
+            "early_stop": settings.early_stop,
+            "compiled": compiled,
+            "self_check": settings.compiled.self_check,
+            "against": settings.against,
+            "judged_by": {
+                name: getattr(settings, name)
+                for name in ("stop", "full", "floor", "rules", "maps", "preset")
+                if getattr(settings, name)
+            },
+            "files": self._files,
+        }
+        return {key: _plain(value) for key, value in made.items() if value not in (None, (), {})}
+
+    @cached_property
+    def _files(self) -> dict[str, dict[str, str]]:
+        """The digests of the files that were given, by the name of each."""
+        paths = {"target": _target_file(self.target)}
+        if self.input_ids is not None:
+            paths["input_ids"] = self.input_ids
+        for number, path in enumerate(self.inputs_from):
+            paths[f"inputs_from {number}"] = path
+        return {
+            what: {"name": path.name, "digest": _digest(path)}
+            for what, path in paths.items()
+            if path is not None and path.is_file()
+        }
+
+
+def command_of(target: str, options: Mapping[str, Any]) -> list[str]:
+    """What chooses this target again, ready to be run: options by flag, lists repeated."""
+    words = ["tensortap", "record", target]
+    for flag, value in options.items():
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [word for item in value for word in (flag, str(item))]
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+def _table(table: ModeTable) -> dict[str, Any]:
+    found = {"mode": table.mode, "target": table.target, "calib": table.calib, **table.options}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _target_file(target: str | Callable[..., Any]) -> Path | None:
+    if not isinstance(target, str):
+        return None
+    path = Path(target)
+    if not path.is_file():
+        path = Path(target.rpartition(":")[0])
+    return path if path.suffix else None
+
+
+def _digest(path: Path) -> str:
+    try:
+        about = path.stat()
+        if about.st_size > _LARGE:
+            return f"{about.st_size} bytes of {about.st_mtime_ns}"
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; what JSON does not know is told by how it is written."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str | os.PathLike):
+        return str(os.fspath(value))
+    text = repr(value)
+    return text if len(text) <= 200 else hashlib.sha256(text.encode()).hexdigest()[:16]
