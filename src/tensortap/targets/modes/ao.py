@@ -38,7 +38,7 @@ from .layers import (
 )
 from .observing import eagerly, run_batch
 
-__all__ = ["AO_MODES", "GROUP", "apply_ao", "why_not"]
+__all__ = ["AO_MODES", "GROUP", "apply_ao", "package", "why_not"]
 
 GROUP = 32
 """How many weights of a row share a scale in int4wo."""
@@ -77,7 +77,8 @@ def _quietly() -> Iterator[None]:
         logging.disable(before)
 
 
-def _package(mode: str) -> Any:
+def package(mode: str) -> Any:
+    """torchao's quantisation, imported without its noise."""
     try:
         with _quietly():
             return importlib.import_module("torchao.quantization")
@@ -86,7 +87,7 @@ def _package(mode: str) -> Any:
 
 
 def _quantise(layer: nn.Module, mode: str, device: torch.device) -> None:
-    ao = _package(mode)
+    ao = package(mode)
     with _quietly():
         ao.quantize_(layer, _CONFIGS[mode](ao, device), filter_fn=lambda module, _: module is layer)
 
@@ -122,7 +123,6 @@ def apply_ao(target: Target, mode: str, *, rehearse: bool = True) -> list[str]:
     Without inputs there is no batch to `rehearse`: every weight then counts as read by its layer.
     """
     model: nn.Module = target.model
-    _package(mode)
     found = find_layers(model, lambda module: isinstance(module, nn.Linear))
     left = {reason: list(names) for reason, names in found.left.items()}
     otherwise = _read_otherwise(target, found.layers) if rehearse else {}

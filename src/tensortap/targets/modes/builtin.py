@@ -22,7 +22,7 @@ from ...errors import OptionError, TargetError
 from ...taps.compiled import contains_compiled, forget
 from ..casting import cast_target
 from ..target import Target, describe
-from .ao import AO_MODES, apply_ao, why_not
+from .ao import AO_MODES, apply_ao, package, why_not
 from .fake import apply_fake, parse_fake
 from .layers import find_layers, same_device
 
@@ -105,6 +105,7 @@ def _applied(target: Target, name: str, calib: int | None, *, has_inputs: bool) 
         if name in CASTS:
             made = _cast(target, name)
         elif name in AO_MODES:
+            package(name)
             _check_device(model, name)
             notes = apply_ao(target, name, rehearse=has_inputs)
             made = replace(target, notes=(*target.notes, *notes))
