@@ -95,6 +95,27 @@ def test_no_save(run: Run, some: Path) -> None:
     assert not (some / "comparisons").exists()
 
 
+def test_a_folder_that_takes_no_files(run: Run, some: Path) -> None:
+    (some / "comparisons").write_text("in the way")
+    for mode in ([], ["bug"]):
+        result = run("compare", some, *mode)
+        assert result.code == 2
+        assert "First divergence at" in result.out
+        assert "The comparison was not saved. Cannot create the folder" in result.err
+        assert result.err.endswith("Or add --no-save.\n")
+
+
+def test_a_note_that_all_modes_have_is_said_once(run: Run, tmp_path: Path) -> None:
+    import tensortap as tap
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for name in ("fp32", "a", "b"):
+        with tap.record(model, tmp_path / name):
+            model(torch.ones(3, 4))
+    said = run("compare", tmp_path).err.splitlines()
+    assert [line.split(": ")[1] for line in said[:-1]] == ["a, b", "a", "b"]
+
+
 def test_json_has_every_comparison(run: Run, some: Path) -> None:
     result = run("compare", some, "--json")
     assert result.code == 1

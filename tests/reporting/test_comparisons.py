@@ -507,7 +507,7 @@ def test_the_documents_table_says_in_words_what_has_no_number(comparison: Compar
             mode("fake:w8a8:0.9999", first_layer_mae=3e-9),
             mode("constant", mean_correlation=math.nan),
             mode("summaries", comparison=replace(comparison, layers=(only,)), **nothing),
-            ModeRow("3", "runs/3", problem="It was\nnot closed."),
+            ModeRow("3", "runs/3", problem="It was\nnot closed. Record it again."),
         ),
     )
     lines = shown.modes_document_text(modes).splitlines()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..errors import OptionError
+from ..errors import OptionError, RecordingError, TapError
 from .common import DONE, TROUBLE, note, print_json
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ class Pair:
         """Write the comparison beside those of the other modes; where it lies."""
         from ..comparing.mode_files import save_comparison
 
-        return save_comparison(comparison, self.folder, self.mode, self.reference_mode, layer=layer)
+        with saving():
+            return save_comparison(
+                comparison, self.folder, self.mode, self.reference_mode, layer=layer
+            )
 
 
 def one_mode(folder: str, mode: str, reference: str, partial: bool) -> Pair:
@@ -115,20 +119,39 @@ def compare_all(folder: str, reference: str, options: Options, shown: Shown, *, 
         from ..reporting.console import stdout
 
         print_each_mode(stdout(), modes, only_bad=shown.only_bad)
-    for row in modes.modes:
-        for text in () if row.comparison is None else row.comparison.notes:
-            note(f"{row.mode}: {text}")
+    for text, names in _notes(modes).items():
+        note(f"{', '.join(names)}: {text}")
     if shown.html is not None:
         for path in modes.save_pages(shown.html):
             note(f"The page is at {path}.")
     if save:
         place = f"{modes.folder}/{COMPARISONS}"
-        *files, summary = modes.save(place)
+        with saving():
+            *files, summary = modes.save(place)
         many = "1 comparison" if len(files) == 1 else f"{len(files)} comparisons"
         note(f"Wrote {many} and {summary.name} to {place}")
     if not any(row.comparison is not None and row.comparison.compared for row in modes.modes):
         return TROUBLE
     return DONE if modes.same else DIFFERS
+
+
+def _notes(modes: Modes) -> dict[str, list[str]]:
+    """Each note once, with the modes that it is about: all have the reference's."""
+    found: dict[str, list[str]] = {}
+    for row in modes.modes:
+        for text in () if row.comparison is None else row.comparison.notes:
+            found.setdefault(text, []).append(row.mode)
+    return found
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Say how to do without where the files cannot be written: the answer was given before."""
+    try:
+        yield
+    except (OSError, TapError) as error:
+        why = str(error) if isinstance(error, TapError) else f"{error.filename}: {error.strerror}."
+        raise RecordingError(f"The comparison was not saved. {why} Or add --no-save.") from None
 
 
 def _data(modes: Modes, only_bad: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,7 @@ def modes_document_text(modes: Modes) -> str:
     """The document's own table to the letter, and nothing else; a row a mode, in their order.
 
     A number that a mode has not got is called what it is: undefined, or n/a where summaries alone
-    were compared. A mode that could not be compared says why.
+    were compared. A mode that could not be compared says why, in its first sentence.
     """
     names = [text.clean(row.mode) for row in modes.modes]
     first, *rest = (wide for _, wide in _COLUMNS)
@@ -192,7 +193,7 @@ def modes_document_text(modes: Modes) -> str:
     ]
     for name, row in zip(names, modes.modes, strict=True):
         if row.problem:
-            lines.append(_aligned([name, f"not compared: {_one_line(row.problem)}"], widths))
+            lines.append(_aligned([name, f"not compared: {_first_sentence(row.problem)}"], widths))
             continue
         lacking = "n/a" if _by_summaries(row) else "undefined"
         cells = [
@@ -217,3 +218,7 @@ def _by_summaries(row: ModeRow) -> bool:
 
 def _one_line(words: str) -> str:
     return text.clean(" ".join(words.split()))
+
+
+def _first_sentence(words: str) -> str:
+    return re.split(r"(?<=[.!?]) ", _one_line(words), maxsplit=1)[0]
