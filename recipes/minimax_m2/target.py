@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from minimax.model import build_target, chosen, tokens
+
 from tensortap import Target
 
 
@@ -17,7 +18,7 @@ def build(
     model_path: str | None = None,
     tiny: bool | None = None,
 ) -> Target:
-    """MiniMax-M2 with 62 layers on the documents' prompt, or a checkpoint (--set model_path=DIR)."""
+    """MiniMax-M2 with 62 layers on a prompt, or a checkpoint (--set model_path=DIR)."""
     small = os.environ.get("TENSORTAP_TINY", "") not in ("", "0") if tiny is None else tiny
     wanted = chosen(None if model_path is None else Path(model_path), seed, small, seq_len)
     return build_target(wanted, tokens(wanted, prompt), device)

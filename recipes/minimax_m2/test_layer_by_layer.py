@@ -10,8 +10,6 @@ traced_model/; the outputs go to traced_model/test_layers/full_model/.
 
 from __future__ import annotations
 
-import sys
-
 from minimax.command import COMPILED, DONE, leave, model_options, note, parser
 
 OUTPUT = COMPILED / "test_layers" / "full_model"
@@ -51,10 +49,10 @@ def main() -> int:
     folder = recording_of(asked.output_dir)
     recording = record_compiled(artefact, given, folder)
     write_tree(recording, asked.output_dir)
-    print(statistics_screen(statistics_of(asked.output_dir)))  # noqa: T201
+    print(statistics_screen(statistics_of(asked.output_dir)))
     note(f"{len(recording)} layers are in {asked.output_dir}, the recording is {folder}.")
     return DONE
 
 
 if __name__ == "__main__":
-    sys.exit(leave(main))
+    leave(main)

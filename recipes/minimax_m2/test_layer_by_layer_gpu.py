@@ -9,8 +9,6 @@ in traced_model/gpu_reference/full_model/.
 
 from __future__ import annotations
 
-import sys
-
 from minimax.command import COMPILED, DONE, leave, model_options, note, parser
 
 OUTPUT = COMPILED / "gpu_reference" / "full_model"
@@ -41,7 +39,7 @@ def main() -> int:
     folder = recording_of(asked.output_dir)
     recording = record_eager(target, given, folder)
     write_tree(recording, asked.output_dir)
-    print(statistics_screen(statistics_of(asked.output_dir)))  # noqa: T201
+    print(statistics_screen(statistics_of(asked.output_dir)))
     note(f"{len(recording)} layers are in {asked.output_dir}, the recording is {folder}.")
     return DONE
 
@@ -62,4 +60,4 @@ def _device(asked: str | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(leave(main))
+    leave(main)

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share; importing it makes tensortap importable in a bare clone."""
+"""What the scripts of this folder share; importing it finds tensortap in a bare clone."""
 
 from __future__ import annotations
 

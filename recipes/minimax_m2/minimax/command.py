@@ -21,7 +21,7 @@ _NEEDED = ("tensortap", "torch", "transformers", "numpy", "safetensors", "typer"
 
 def note(text: str) -> None:
     """Progress, or something worth knowing, on stderr."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+    print(text, file=sys.stderr, flush=True)
 
 
 def leave(command: Callable[[], int]) -> NoReturn:

@@ -130,9 +130,7 @@ def _told(model: dict[str, Any]) -> str:
 
 def _keep_the_choice(model: Any) -> None:
     """Experts that loop over the chosen ones would be traced with the choice of one prompt."""
-    chosen: Callable[[], dict[str, str]] | None = getattr(
-        model, "get_experts_implementation", None
-    )
+    chosen: Callable[[], dict[str, str]] | None = getattr(model, "get_experts_implementation", None)
     if chosen is not None and chosen().get("") == "eager":
         model.set_experts_implementation("grouped_mm")
 

@@ -126,7 +126,7 @@ def _seeded(wanted: Chosen) -> Target:
 
 
 def _loaded(wanted: Chosen, given: Tokens) -> Target:
-    """The checkpoint as any `hf:` target is loaded: safetensors, local files, no code of its own."""
+    """The checkpoint as an `hf:` target: safetensors, local files, no code of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "ids.json"
         file.write_text(json.dumps(given.ids.tolist()))
