@@ -48,7 +48,7 @@ def export(
     chosen = layouts.get(layout)
     recording = open_recording(folder, partial=partial)
     with progress("Exporting") as advance:
-        options = layouts.ExportOptions(mode, layer, overwrite, advance)
+        options = layouts.ExportOptions(mode, layer, overwrite, progress=advance)
         exported = chosen.export(recording, output, options)
     if json:
         print_json(exported.to_dict())
