@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from .taps import Recorder, TapWarning, record
     from .taps.instrument import Instrumented, instrument
     from .targets import Target
+    from .targets.modes.builtin import in_mode
+    from .targets.modes.record import record_modes
+    from .targets.modes.results import RecordedMode, RecordedModes
 
 _HOMES = {
     "Alarm": "monitoring.rules",
@@ -67,6 +70,8 @@ _HOMES = {
     "MonitoredTrainer": "monitoring.trainer",
     "Part": "comparing",
     "Record": "recording",
+    "RecordedMode": "targets.modes.results",
+    "RecordedModes": "targets.modes.results",
     "Recorder": "taps",
     "Recording": "recording",
     "Replay": "comparing.replay",
@@ -84,9 +89,11 @@ _HOMES = {
     "compare_modes": "comparing",
     "difference": "numerics",
     "find_window": "comparing.streaming",
+    "in_mode": "targets.modes.builtin",
     "instrument": "taps.instrument",
     "open": "recording",
     "record": "taps",
+    "record_modes": "targets.modes.record",
     "register_metric": "comparing",
     "replay": "comparing.replay",
     "summarize": "numerics",
@@ -112,6 +119,8 @@ __all__ = [
     "MonitoredTrainer",
     "Part",
     "Record",
+    "RecordedMode",
+    "RecordedModes",
     "Recorder",
     "Recording",
     "Replay",
@@ -129,9 +138,11 @@ __all__ = [
     "compare_modes",
     "difference",
     "find_window",
+    "in_mode",
     "instrument",
     "open",
     "record",
+    "record_modes",
     "register_metric",
     "replay",
     "summarize",
