@@ -6,7 +6,6 @@ the codes, `sums` the int32 sums.
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -79,32 +78,41 @@ class Rotate(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A W8A8 linear layer. Takes floats, or codes that have its input's scale already."""
+    """A W8A8 linear layer. Takes floats, or (`codes`) int8 codes of its input's scale."""
 
     weight: Tensor
     weight_scale: Tensor
+    input_scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, source: nn.Linear, input_scale: Tensor, *, hadamard: bool = False) -> None:
+    def __init__(
+        self,
+        source: nn.Linear,
+        input_scale: Tensor,
+        *,
+        codes: bool = False,
+        hadamard: bool = False,
+    ) -> None:
         super().__init__()
         weight = source.weight.detach()
-        codes, scale = weight_codes(rotate(weight) if hadamard else weight)
-        self.register_buffer("weight", codes)
+        int8, scale = weight_codes(rotate(weight) if hadamard else weight)
+        self.register_buffer("weight", int8)
         self.register_buffer("weight_scale", scale)
+        self.register_buffer("input_scale", input_scale)
         bias = source.bias
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())
-        if hadamard:
-            self.rotate = Rotate()
-        self.hadamard = hadamard
-        self.quantise = Quantise(input_scale)
+        self.rotate = Rotate() if hadamard else None
+        self.quantise = None if codes else Quantise(input_scale)
         self.sums = ProductSums()
 
+    def codes(self, x: Tensor) -> Tensor:
+        """The int8 codes that are multiplied."""
+        if self.rotate is not None:
+            x = self.rotate(x)
+        return x if self.quantise is None else self.quantise(x)[0]
+
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.int8:
-            codes = x
-        else:
-            codes, _ = self.quantise(self.rotate(x) if self.hadamard else x)
-        y = self.sums(codes, self.weight).float() * (self.quantise.scale * self.weight_scale)
+        y = self.sums(self.codes(x), self.weight).float() * (self.input_scale * self.weight_scale)
         return y if self.bias is None else y + self.bias
 
 

@@ -116,7 +116,7 @@ def int8_mixer(
         "in_proj": Int8Linear(source.in_proj, scales["in_proj"]),
         "conv1d": Int8Conv(source.conv1d, static, mode.conv_output, u),
         "ssm_input": SsmInput(u if mode.ssm_input == "requantised" else None),
-        "x_proj": Int8Linear(source.x_proj, u),
+        "x_proj": Int8Linear(source.x_proj, u, codes=mode.int8_scan),
         "dt_proj": Int8Linear(source.dt_proj, scales["dt_proj"]),
         "operands": operands,
         "scan": scan,

@@ -19,11 +19,12 @@ from transformers import MambaConfig, MambaForCausalLM
 from tensortap.errors import TargetError
 
 from .calibration import Scales, calibrate
+from .integers import int8_matmul_is_exact
 from .layers import Int8Linear
 from .mixer import float_mixer, int8_mixer
 from .mode_config import ModeConfig
 
-__all__ = ["Shape", "SHAPES", "TINY", "Prepared", "in_mode", "prepare"]
+__all__ = ["SHAPES", "TINY", "Prepared", "Shape", "checkpoint", "in_mode", "prepare", "seeded"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Shape:
             state_size=self.state,
             num_hidden_layers=self.layers,
             conv_kernel=self.kernel,
-            initializer_range=0.02,
+            rescale_prenorm_residual=True,
             use_cache=False,
         )
 
@@ -67,8 +68,10 @@ def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
     """A model with random weights, the same for the same seed.
 
     Fresh weights give tame activations, which no percentile would clip. So the embedding has unit
-    variance, in_proj keeps it, and each channel of conv1d has a gain of its own, exp(N(0, 1)):
-    a few channels reach ten times what the others do, as in trained models of this kind.
+    variance, in_proj and x_proj keep theirs, and each channel of conv1d has a gain of its own,
+    exp(0.8 N(0, 1)): a few channels of the SSM input reach ten times what the others do, as in
+    trained models of this kind. out_proj is small, as GPT-2 begins, so that 24 layers do not
+    drown the first.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -79,7 +82,7 @@ def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
                 mixer = block.mixer
                 nn.init.normal_(mixer.in_proj.weight, std=shape.hidden**-0.5)
                 nn.init.normal_(mixer.x_proj.weight, std=mixer.intermediate_size**-0.5)
-                mixer.conv1d.weight.mul_(torch.randn(mixer.intermediate_size, 1, 1).exp())
+                mixer.conv1d.weight.mul_((0.8 * torch.randn(mixer.intermediate_size, 1, 1)).exp())
     return model.eval()
 
 
@@ -156,11 +159,16 @@ def prepare(
 
 def in_mode(prepared: Prepared, mode: ModeConfig) -> nn.Module:
     """A model of its own that computes as the mode says."""
-    model: Any = copy.deepcopy(prepared.model)
+    source: Any = prepared.model
+    copies: dict[int, Any] = {}  # what stands in the copy in place of a module of the source
     if mode.quantised:
-        for block, scales in zip(model.backbone.layers, prepared.layers, strict=True):
-            block.mixer = int8_mixer(block.mixer, mode, scales, hadamard=prepared.hadamard)
-        model.lm_head = Int8Linear(model.lm_head, prepared.head)
-    elif mode.dtype == "fp16":
+        int8_matmul_is_exact()  # asked once, here: a forward that looks at values cannot be planned
+        for block, scales in zip(source.backbone.layers, prepared.layers, strict=True):
+            copies[id(block.mixer)] = int8_mixer(
+                block.mixer, mode, scales, hadamard=prepared.hadamard
+            )
+        copies[id(source.lm_head)] = Int8Linear(source.lm_head, prepared.head)
+    model = copy.deepcopy(source, copies)
+    if mode.dtype == "fp16":
         model = model.half()
     return model.eval().requires_grad_(False)

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_DIR", "MODES", "MODE_GROUPS", "build", "is_tiny"]
 
 DEFAULT_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
-TINY_LENGTH = 64
 _CALIBRATION = 1_000_003  # added to the seed, so that no batch is calibrated and compared
 
 
@@ -50,23 +49,26 @@ def build(
     hadamard: bool = False,
     percentile: float = 0.9999,
     calib: int = 4,
+    batch_size: int | None = None,
 ) -> tap.Target:
-    """The model in a mode, and its inputs: `samples` batches of one sequence.
+    """The model in a mode, and its inputs: `samples` sequences, the same in every mode.
 
-    `calib` sequences calibrate the scales, clipped at `percentile` where the mode clips. `tiny`
-    has the same 24 layers, narrow, and at most 64 tokens a sequence.
+    `calib` others calibrate the scales, clipped at `percentile` where the mode clips. `tiny` has
+    the same 24 layers, narrow. A batch is one sequence; in a tiny model, whose time goes into
+    steps rather than numbers, all of them; or `batch_size`.
     """
     if mode not in MODES:
         raise OptionError(f"There is no mode {mode!r}. The modes are {', '.join(MODES)}.")
-    for name, value in (("seq_len", seq_len), ("samples", samples), ("calib", calib)):
+    tiny = is_tiny(tiny)
+    rows = batch_size if batch_size is not None else samples if tiny else 1
+    counts = {"seq_len": seq_len, "samples": samples, "calib": calib, "batch_size": rows}
+    for name, value in counts.items():
         if value < 1:
             raise OptionError(f"{name} is {value}, expected at least 1.")
     if not 0 < percentile <= 1:
         raise OptionError(f"percentile is {percentile}, expected a share, as 0.9999; at most 1.")
-    tiny = is_tiny(tiny)
-    length = min(seq_len, TINY_LENGTH) if tiny else seq_len
     folder = _folder(pretrained_dir)
-    prepared = _prepared(model, folder, seed, tiny, length, calib, percentile, hadamard)
+    prepared = _prepared(model, folder, seed, tiny, seq_len, calib, percentile, hadamard)
     weights = str(folder) if folder else f"seeded random weights (seed {seed})"
 
     from quamba.model import in_mode
@@ -75,13 +77,13 @@ def build(
     vocabulary = prepared.model.config.vocab_size
     return tap.Target(
         built,
-        [{"input_ids": ids} for ids in _ids(vocabulary, length, samples, seed)],
+        [{"input_ids": ids} for ids in _ids(vocabulary, seq_len, samples, seed).split(rows)],
         mode=mode,
         config={
             "model": model,
             "weights": weights,
             "tiny": tiny,
-            "seq_len": length,
+            "seq_len": seq_len,
             "samples": samples,
             "seed": seed,
             "calib": calib,
@@ -91,23 +93,18 @@ def build(
             "layers": prepared.model.config.num_hidden_layers,
             "hidden": prepared.model.config.hidden_size,
         },
-        notes=_notes(pretrained_dir, folder, weights, seq_len, length),
+        notes=_notes(pretrained_dir, folder, weights),
     )
 
 
 _COLUMNS = ("mode", "conv1d output", "SSM input", "SSM arithmetic", "linears")
 
 
-def _notes(
-    wanted: str | None, folder: Path | None, weights: str, seq_len: int, length: int
-) -> tuple[str, ...]:
-    notes = []
-    if folder is None:
-        lacking = f"{wanted} does not exist, so the" if wanted else "The"
-        notes.append(f"{lacking} model has {weights}.")
-    if length != seq_len:
-        notes.append(f"The model is tiny: sequences have {length} tokens in place of {seq_len}.")
-    return tuple(notes)
+def _notes(wanted: str | None, folder: Path | None, weights: str) -> tuple[str, ...]:
+    if folder is not None:
+        return ()
+    lacking = f"{wanted} does not exist, so the" if wanted else "The"
+    return (f"{lacking} model has {weights}.",)
 
 
 def _folder(pretrained_dir: str | None) -> Path | None:
@@ -119,9 +116,9 @@ def _folder(pretrained_dir: str | None) -> Path | None:
     return None if default and not folder.exists() else folder
 
 
-def _ids(vocabulary: int, length: int, samples: int, seed: int) -> list[Tensor]:
+def _ids(vocabulary: int, length: int, samples: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(vocabulary, (1, length), generator=generator) for _ in range(samples)]
+    return torch.randint(vocabulary, (samples, length), generator=generator)
 
 
 @lru_cache(maxsize=1)
@@ -143,7 +140,8 @@ def _prepared(
 
     shape = _shape(name, tiny)
     model = seeded(shape, seed) if folder is None else checkpoint(folder)
-    batches = _ids(model.config.vocab_size, length, calib, seed + _CALIBRATION)
+    ids = _ids(model.config.vocab_size, length, calib, seed + _CALIBRATION)
+    batches = ids.split(calib if tiny else 1)
     return prepare(model, shape.segment, batches, percentile, hadamard=hadamard)
 
 
