@@ -159,6 +159,8 @@ something diverged, or a self-check of a compiled model failed. Exit 2: a mode f
             "--stop, --coarse, --full, --floor, --rule, --map and --preset say how to judge a run "
             "against another. Name the other one with --against RUN."
         )
+    if jobs < 1:
+        raise OptionError(f"--jobs must be a whole number from 1, got {jobs}.")
     if resume and overwrite:
         raise OptionError(
             "--overwrite makes every recording anew, and --resume keeps those that are there. Give "
@@ -273,7 +275,7 @@ def _load(request: Request, mode: str | None, *, plan: bool = False) -> Target:
         torch.manual_seed(seed)
     with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
         target = request.load(mode, plan=plan)
-    print_notes(target.notes)
+    print_notes([*target.notes, *request.unused([mode])])
     return target
 
 

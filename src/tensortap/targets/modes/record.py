@@ -161,6 +161,7 @@ def run_request(
             device=None if device is None else str(device),
             note=notes.append,
         )
+        notes += request.unused(names)
         places = places_of(folder, names, free=not (overwrite or resume))
         tell = _numbered(progress, names)
         rows: dict[str, RecordedMode] = {}
@@ -208,7 +209,7 @@ def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str
                 "Record them into different folders."
             )
         owners[name] = mode
-        places[mode] = f"{folder.rstrip('/') or '/'}/{name}"
+        places[mode] = f"{folder}{'' if folder.endswith('/') else '/'}{name}"
     if MANIFEST in open_store(folder).names():
         raise RecordingExistsError(
             f"{folder} is a recording itself, and modes lie side by side in a folder that is none. "
@@ -361,6 +362,8 @@ def _layers(layers: str | Sequence[str]) -> tuple[str, ...]:
 def _check(request: Request, *, overwrite: bool, resume: bool, jobs: int) -> None:
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise OptionError(f"--jobs must be a whole number from 1, got {jobs!r}.")
+    if request.calib is not None and request.calib < 1:
+        raise OptionError(f"--calib must be a whole number from 1, got {request.calib!r}.")
     if request.settings.keep not in ("tensors", "sketch", "summary"):
         raise OptionError(
             f"keep must be 'tensors', 'sketch' or 'summary', got {request.settings.keep!r}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +65,16 @@ class Request:
     def table(self, mode: str | None) -> ModeTable | None:
         """What a `tensortap.toml` says of a mode."""
         return None if mode is None else project_of(self.target).modes.get(mode)
+
+    def unused(self, modes: Sequence[str | None]) -> list[str]:
+        """What was given and has no part in any of these modes."""
+        if self.calib is None:
+            return []
+        tables = [self.table(mode) for mode in modes]
+        named = [*modes, *(table.mode for table in tables if table is not None)]
+        if any(name is not None and name.startswith("fake:") for name in named):
+            return []
+        return ["--calib is for the built-in fake: modes, and there is none here."]
 
     def settled(self, mode: str | None) -> Settings:
         """The settings of one mode's recording."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -42,11 +42,22 @@ class RecordedMode:
 
     def to_dict(self) -> dict[str, Any]:
         """The row as JSON holds it."""
+        data = asdict(self)
+        checks, failed = data.pop("checks"), len(self.failed_checks)
         return {
-            **asdict(self),
+            **data,
             "notes": list(self.notes),
+            "self_checks": {"passed": checks - failed, "failed": failed},
             "failed_checks": list(self.failed_checks),
         }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RecordedMode:
+        """The row that `to_dict` wrote: rows come from other processes that way."""
+        checks = sum(data["self_checks"].values())
+        lists = {key: tuple(data[key]) for key in ("notes", "failed_checks")}
+        rest = {key: value for key, value in data.items() if key != "self_checks"}
+        return cls(**{**rest, **lists, "checks": checks})
 
 
 @dataclass(frozen=True)

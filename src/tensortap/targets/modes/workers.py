@@ -179,14 +179,9 @@ def _hear(
             return
         timeout = 0.0
         if "row" in said:
-            answers[mode] = _from_dict(said["row"])
+            answers[mode] = RecordedMode.from_dict(said["row"])
         else:
             tell(mode, "running", said.get("batch"), said.get("batches"))
-
-
-def _from_dict(data: dict[str, Any]) -> RecordedMode:
-    lists = {key: tuple(data[key]) for key in ("notes", "failed_checks")}
-    return RecordedMode(**{**data, **lists})
 
 
 def _end(workers: list[_Worker]) -> None:

@@ -1,0 +1,410 @@
+"""Many modes in one go: every row, whatever became of the mode, here and in other processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tensortap.errors import OptionError, RecordingExistsError
+from tensortap.recording import open as open_recording
+from tensortap.targets.modes import worker
+from tensortap.targets.modes.record import record_modes
+from tensortap.targets.modes.results import ModesInterrupted, ModeStep, RecordedMode
+from tensortap.targets.modes.resume import differences
+from tensortap.targets.modes.workers import death, threads_each
+
+TARGET = """
+import os, random, signal, time
+import numpy as np
+import torch
+from torch import nn
+import tensortap as tap
+
+MODES = ("a", "b", "load", "batch", "exit", "kill", "slow", "leave")
+MODE_GROUPS = {"good": ("a", "b")}
+
+class Net(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.mode, self.calls = mode, 0
+        if mode == "b":
+            self.second.weight.data.mul_(2.0)
+    def forward(self, x):
+        x = self.first(x)
+        if self.mode == "batch" and self.calls == 1:
+            raise RuntimeError("trouble in the middle")
+        if self.mode == "exit":
+            os._exit(9)
+        if self.mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.mode == "slow":
+            time.sleep(60)
+        if self.mode == "leave":
+            raise SystemExit(3)
+        self.calls += 1
+        return self.second(x)
+
+def build(mode="a", samples: int = 2):
+    if mode == "load":
+        raise ValueError("no such weights")
+    print("what a target prints")
+    inputs = [torch.randn(2, 4) + random.random() + np.random.rand() for _ in range(samples)]
+    if mode == "a":  # a mode that spoils torch for those behind it
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    config = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    return tap.Target(Net(mode), [x.float() for x in inputs], config=config, notes=("a note",))
+"""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("modes") / "my_modes.py"
+    path.write_text(TARGET)
+    return f"{path}:build"
+
+
+def tensors(path: str) -> dict[str, list[torch.Tensor]]:
+    recording = open_recording(path)
+    return {name: [r.tensor() for r in layer.records] for name, layer in recording.items()}
+
+
+def same(left: str, right: str) -> bool:
+    ours, theirs = tensors(left), tensors(right)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(x, y) for name in ours for x, y in zip(ours[name], theirs[name], strict=True)
+    )
+
+
+class TestHere:
+    def test_a_mode_that_fails_is_a_row_and_the_others_go_on(
+        self, target: str, tmp_path: Path
+    ) -> None:
+        wanted = ["load", "a", "batch,leave", "b"]
+        found = record_modes(target, tmp_path / "runs", modes=wanted)
+        assert [row.mode for row in found] == ["load", "a", "batch", "leave", "b"]
+        assert [row.status for row in found] == [
+            "failed", "recorded", "failed", "failed", "recorded",
+        ]  # fmt: skip
+        assert not found and [row.mode for row in found.failed] == ["load", "batch", "leave"]
+        assert "ValueError: no such weights" in str(found["load"].problem)
+        assert "The model failed in batch 1: RuntimeError: trouble" in str(found["batch"].problem)
+        assert "SystemExit: 3" in str(found["leave"].problem)
+        assert not (tmp_path / "runs" / "load").exists()
+        assert open_recording(tmp_path / "runs" / "batch").status == "failed"
+        row = found["b"]
+        assert (row.layers, row.records) == (2, 4)
+        assert row.nbytes > 0 and row.seconds > 0
+        assert "a note" in row.notes
+        assert open_recording(row.path).manifest.mode == "b"
+        with pytest.raises(OptionError, match="no mode 'c' among load, a, batch"):
+            found["c"]
+        text = str(found)
+        assert "recorded" in text and "load: The target" in text
+
+    def test_every_mode_starts_from_the_same_state_and_the_caller_keeps_his(
+        self, target: str, tmp_path: Path
+    ) -> None:
+        torch.manual_seed(7)
+        random.seed(7)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        found = record_modes(target, tmp_path, modes="good", inputs=True)
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        assert not torch.are_deterministic_algorithms_enabled()
+        a, b = (open_recording(found[mode].path) for mode in "ab")
+        assert torch.equal(a["first"].input, b["first"].input)
+        assert torch.equal(a["first"].output, b["first"].output)
+        configs = [run.manifest.target["config"]["deterministic"] for run in (a, b)]
+        assert configs == [True, False]
+
+    def test_a_seed_counts_for_every_mode(self, target: str, tmp_path: Path) -> None:
+        """The function does not take it: it is set before the function is called."""
+        text = TARGET.replace("samples: int = 2", "samples: int = 2, seed=None")
+        (tmp_path / "seeded.py").write_text(text)
+        spec = f"{tmp_path / 'seeded.py'}:build"
+        found = {
+            name: record_modes(spec, tmp_path / name, modes="good", options={"seed": seed})
+            for name, seed in (("x", 1), ("y", 1), ("z", 2))
+        }
+        assert same(found["x"]["a"].path, found["y"]["a"].path)
+        assert not same(found["x"]["a"].path, found["z"]["a"].path)
+        assert open_recording(found["x"]["b"].path).manifest.seed == 1
+
+    def test_groups_functions_and_built_in_modes(self, tmp_path: Path) -> None:
+        def build(samples: int = 1):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+            return net, [torch.randn(2, 4) for _ in range(samples)]
+
+        wanted = ("fp32", "fake:w8a8:0.9999", "bf16")
+        found = record_modes(
+            build, tmp_path, modes=wanted, layers="all", calib=1, options={"samples": 3}
+        )
+        assert found, str(found)
+        path = tmp_path / "fake-w8a8-0.9999"
+        assert found["fake:w8a8:0.9999"].path == str(path)
+        assert open_recording(path).manifest.mode == "fake:w8a8:0.9999"
+        assert any("calibrated on 1" in text for text in found["fake:w8a8:0.9999"].notes)
+        made = open_recording(path).manifest.selection["made_with"]
+        assert made["calib"] == 1 and made["layers"] == ["all"]
+        assert "build" in made["target"]
+
+    def test_what_is_wrong_with_the_question_is_said_before_anything_runs(
+        self, target: str, tmp_path: Path
+    ) -> None:
+        for options, said in (
+            ({"modes": "nothing"}, "has no mode 'nothing'"),
+            ({"jobs": 0}, "--jobs must be a whole number from 1"),
+            ({"calib": 0}, "--calib must be a whole number from 1"),
+            ({"keep": "all"}, "keep must be"),
+            ({"resume": True, "overwrite": True}, "Give one of them"),
+            ({"options": {"mode": "a"}}, "Name the modes with modes="),
+        ):
+            with pytest.raises(OptionError, match=said):
+                record_modes(target, tmp_path / "runs", **{"modes": "a", **options})
+        assert not (tmp_path / "runs").exists()
+
+    def test_two_modes_in_one_folder_are_refused(self, tmp_path: Path) -> None:
+        def build(mode="x"):
+            raise AssertionError("nothing must run")
+
+        with pytest.raises(OptionError, match=r"'a/b' and 'a-b' would both lie in .*/a-b"):
+            record_modes(build, tmp_path / "runs", modes=["a/b", "a-b"])
+        with pytest.raises(OptionError, match="where comparisons of modes go"):
+            record_modes(build, tmp_path / "runs", modes=["comparisons"])
+
+    def test_folders_that_are_taken_are_named_together(self, target: str, tmp_path: Path) -> None:
+        record_modes(target, tmp_path, modes="good")
+        with pytest.raises(RecordingExistsError) as caught:
+            record_modes(target, tmp_path, modes="load,b,a")
+        said = str(caught.value)
+        assert f"{tmp_path}/b, {tmp_path}/a already hold recordings" in said
+        assert "--resume" in said and "--overwrite" in said
+        again = record_modes(target, tmp_path, modes="a", overwrite=True, inputs=True)
+        assert again["a"].records == 8
+        with pytest.raises(RecordingExistsError, match="is a recording itself"):
+            record_modes(target, tmp_path / "a", modes="b")
+
+    def test_a_mode_that_cannot_be_loaded_leaves_what_was_there(
+        self, target: str, tmp_path: Path
+    ) -> None:
+        record_modes(target, tmp_path, modes="a")
+        shutil.copytree(tmp_path / "a", tmp_path / "load")
+        row = record_modes(target, tmp_path, modes="load", overwrite=True)["load"]
+        assert row.notes == (f"What an earlier run recorded to {tmp_path}/load is still there.",)
+
+    def test_progress_tells_every_mode_and_batch(self, target: str, tmp_path: Path) -> None:
+        steps: list[ModeStep] = []
+        record_modes(target, tmp_path, modes="load,a", progress=steps.append)
+        assert [(s.mode, s.state, s.batch, s.batches) for s in steps] == [
+            ("load", "waiting", None, None),
+            ("a", "waiting", None, None),
+            ("load", "loading", None, None),
+            ("load", "failed", None, None),
+            ("a", "loading", None, None),
+            ("a", "running", 0, 2),
+            ("a", "running", 1, 2),
+            ("a", "running", 2, 2),
+            ("a", "recorded", None, None),
+        ]
+        assert {(s.number, s.of) for s in steps} == {(1, 2), (2, 2)}
+
+    def test_in_memory(self, target: str) -> None:
+        folder = f"memory://modes/{os.getpid()}/{time.monotonic_ns()}"
+        found = record_modes(target, folder, modes="good")
+        assert found and found["b"].path == f"{folder}/b"
+        assert record_modes(target, folder, modes="good", resume=True)["a"].status == "kept"
+        with pytest.raises(OptionError, match="the memory of this process"):
+            record_modes(target, folder, modes="good", overwrite=True, jobs=2)
+
+    def test_against_another_recording(self, target: str, tmp_path: Path) -> None:
+        record_modes(target, tmp_path / "base", modes="a")
+        found = record_modes(
+            target, tmp_path / "runs", modes="good", against=tmp_path / "base" / "a"
+        )
+        assert found["a"].compared is not None and found["a"].compared["same"]
+        assert found["b"].compared is not None
+        assert found["b"].compared["first_divergence"] == "second"
+        assert (tmp_path / "runs" / "b" / "comparison.json").is_file()
+        assert "first divergence" in str(found)
+
+
+class TestResume:
+    def test_what_is_done_is_kept_and_the_rest_is_made(self, target: str, tmp_path: Path) -> None:
+        first = record_modes(target, tmp_path, modes="a,batch")
+        created = (tmp_path / "a" / "recording.json").read_bytes()
+        found = record_modes(target, tmp_path, modes="a,batch,b", resume=True)
+        assert [row.status for row in found] == ["kept", "failed", "recorded"]
+        assert (tmp_path / "a" / "recording.json").read_bytes() == created
+        assert (found["a"].layers, found["a"].records, found["a"].nbytes) == (
+            first["a"].layers, first["a"].records, first["a"].nbytes,
+        )  # fmt: skip
+        half = open_recording(tmp_path / "batch").manifest
+        assert half.status == "failed"
+        os.truncate(next((tmp_path / "b").glob("segment*")), 100)
+        again = record_modes(target, tmp_path, modes="b", resume=True)
+        assert again["b"].status == "recorded"
+
+    def test_other_options_are_said_and_nothing_is_lost(self, target: str, tmp_path: Path) -> None:
+        record_modes(target, tmp_path, modes="a")
+        before = tensors(f"{tmp_path}/a")
+        found = record_modes(
+            target,
+            tmp_path,
+            modes="good",
+            resume=True,
+            inputs=True,
+            layers="all",
+            options={"samples": 3},
+        )
+        assert [row.status for row in found] == ["failed", "recorded"]
+        said = str(found["a"].problem)
+        assert "--layers was blocks and is all" in said
+        assert "--inputs was off and is on" in said
+        assert "samples was not given and is 3" in said
+        assert "--overwrite" in said
+        assert tensors(f"{tmp_path}/a").keys() == before.keys()
+
+    def test_code_that_changed_is_a_note(self, tmp_path: Path) -> None:
+        path = tmp_path / "changing.py"
+        path.write_text(TARGET)
+        record_modes(f"{path}:build", tmp_path / "runs", modes="a,load")
+        path.write_text(TARGET.replace('if mode == "load"', "if False"))
+        found = record_modes(f"{path}:build", tmp_path / "runs", modes="a,load", resume=True)
+        assert [row.status for row in found] == ["kept", "recorded"]
+        assert "has changed since this mode was recorded" in found["a"].notes[0]
+
+    def test_a_recording_of_unknown_making_is_not_touched(
+        self, target: str, tmp_path: Path
+    ) -> None:
+        import tensortap as tap
+
+        net = torch.nn.Linear(4, 4)
+        with tap.record(net, tmp_path / "a", layers="all"):
+            net(torch.ones(1, 4))
+        found = record_modes(target, tmp_path, modes="a", resume=True)
+        assert "does not say with which options it was made" in str(found["a"].problem)
+        assert open_recording(tmp_path / "a").layers == [""]
+
+    def test_what_counts_as_different(self) -> None:
+        def made(target: str, digest: str, **more: object) -> dict[str, object]:
+            files = {"target": {"name": "m.py", "digest": digest}}
+            return {"target": target, "files": files, **more}
+
+        base = made("x/m.py:build", "1")
+        assert differences(base, made("x/m.py:build", "2")) == []
+        assert differences(base, made("../x/m.py:build", "1")) == []
+        assert differences(base, made("y/m.py:build", "2")) == [
+            "the target was 'x/m.py:build' and is 'y/m.py:build'"
+        ]
+        assert differences(made("t", "1", calib=2), made("t", "1")) == [
+            "--calib was 2 and is not given"
+        ]
+        inputs = [{"inputs_from 0": {"name": "in.npz", "digest": d}} for d in "12"]
+        assert differences({"files": inputs[0]}, {"files": inputs[1]}) == [
+            "the file of --inputs-from is not the same (in.npz)"
+        ]
+        models = [{"target": {"name": "m.onnx", "digest": d}} for d in "12"]
+        assert differences({"files": models[0]}, {"files": models[1]}) == [
+            "the file of the target is not the same (m.onnx)"
+        ]
+
+
+class TestProcesses:
+    def test_the_same_bits_and_those_that_die_are_rows(
+        self, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        torch.manual_seed(11)  # the state here is that of the workers
+        random.seed(11)
+        here = record_modes(target, tmp_path / "one", modes="b")
+        capfd.readouterr()
+        steps: list[ModeStep] = []
+        threads = torch.get_num_threads()
+        torch.set_num_threads(2)  # one for each of two
+        try:
+            there = record_modes(
+                target, tmp_path / "two", modes="b,kill,exit", jobs=2, progress=steps.append
+            )
+        finally:
+            torch.set_num_threads(threads)
+        assert [row.status for row in there] == ["recorded", "failed", "failed"]
+        if threads == 1:
+            assert same(here["b"].path, there["b"].path)
+        assert there["b"].notes == here["b"].notes and there["b"].records == 4
+        assert "ended by SIGKILL (signal 9)" in str(there["kill"].problem)
+        assert "exit code 9" in str(there["exit"].problem)
+        assert ModeStep("b", 1, 3, "running", 2, 2) in steps
+        assert steps[-1].state == "failed" and steps[-1].of == 3
+        out, err = capfd.readouterr()
+        assert out == "" and "what a target prints" in err
+        nobody_is_left()
+        again = record_modes(target, tmp_path / "two", modes="b", resume=True, jobs=2)
+        assert again["b"].status == "kept"
+
+    def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path) -> None:
+        def press(step: ModeStep) -> None:
+            if step.mode == "slow" and step.state == "running":
+                os.kill(os.getpid(), signal.SIGINT)
+
+        with pytest.raises(ModesInterrupted) as caught:
+            record_modes(target, tmp_path, modes="slow,load,b", jobs=2, progress=press)
+        left = set(caught.value.left)
+        assert "slow" in left
+        assert {row.mode for row in caught.value.recorded} == {"slow", "load", "b"} - left
+        nobody_is_left()
+
+    def test_what_cannot_be_sent_is_said(self, target: str, tmp_path: Path) -> None:
+        with pytest.raises(OptionError, match=r"<lambda>.* cannot be imported"):
+            record_modes(lambda mode: None, tmp_path, modes="a", jobs=2)
+        with pytest.raises(OptionError, match="an option cannot be sent there"):
+            record_modes(target, tmp_path, modes="a", jobs=2, options={"x": lambda: None})
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_function_of_the_script_itself(
+        self, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("__main__", "__mp_main__"):
+            monkeypatch.setitem(sys.modules, name, sys.modules["__main__"])
+        file = target.removesuffix(":build")
+        function = worker.MainFunction(file, "build").find()
+        assert function.__module__ == "__main__"
+        assert record_modes(function, tmp_path, modes="good")["a"].status == "recorded"
+        monkeypatch.setattr(worker, "inside", True)
+        with pytest.raises(OptionError, match="if __name__ == '__main__'"):
+            record_modes(function, tmp_path, modes="good")
+
+    def test_how_a_process_ended(self) -> None:
+        assert death(-9).startswith("Its process was ended by SIGKILL (signal 9).")
+        assert "run out of memory" in death(-9)
+        assert death(-11) == (
+            "Its process was ended by SIGSEGV (signal 11). It crashed, in code that is not "
+            "Python's."
+        )
+        assert death(-15) == "Its process was ended by SIGTERM (signal 15)."
+        assert "exit code 0" in death(0)
+        assert [threads_each(*each) for each in ((8, 2), (8, 3), (2, 4), (1, 1))] == [4, 2, 1, 1]
+
+    def test_rows_travel_whole(self) -> None:
+        row = RecordedMode(
+            "a", "runs/a", "recorded", None, 1.5, 2, 3, 4, ("n",), 5, ("f",), {"same": True}
+        )
+        assert RecordedMode.from_dict(row.to_dict()) == row
+        assert row.to_dict()["self_checks"] == {"passed": 4, "failed": 1}
+
+
+def nobody_is_left() -> None:
+    """No child of ours runs, and none is a zombie."""
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
