@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
+from forked_commands import Commands
 from support import Net
 
 
@@ -23,6 +24,14 @@ def net() -> Net:
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.arange(12).view(2, 6)
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Commands]:
+    """Our commands, each in a process of its own that is quick to start."""
+    commands = Commands()
+    yield commands
+    commands.close()
 
 
 @pytest.fixture
