@@ -9,6 +9,7 @@ shows each saved layer in full and writes comparisons/mode_2-1_vs_fp32.json. Sev
 from __future__ import annotations
 
 import argparse
+import glob
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,17 +57,25 @@ def command() -> int:
     options = arguments().parse_args()
     from tensortap.errors import OptionError
 
-    trees = saved_modes(Path(options.output_dir))
-    check_saved(options.reference, trees, options.output_dir, "reference ")
-    modes = wanted_modes(options.mode, options.reference, trees, options.output_dir)
-    if len(modes) > 1 and options.save_comparison is not None:
+    several = len(options.mode) > 1 or options.mode[0] in MODE_GROUPS
+    if several and options.save_comparison is not None:
         raise OptionError("--save_comparison names one file, and there are several modes.")
+    trees = saved_modes(Path(options.output_dir))
+    check_saved(options.reference, trees, options.output_dir, "reference ", *options.mode[:1])
+    modes = wanted_modes(options.mode, options.reference, trees, options.output_dir)
+    found = {mode: other_shape(mode, options.reference, options.output_dir) for mode in modes}
+    problems = [problem for problem in found.values() if problem]
+    modes = [mode for mode, problem in found.items() if not problem]
+    if not modes:
+        raise OptionError(problems[0])
+    for problem in problems:
+        note(problem)
     with recipe.scratch(Path()) as folder:
         for mode in (options.reference, *modes):
             take_in(trees[mode], mode, options.output_dir, folder)
-        if len(modes) > 1 or options.mode[0] in MODE_GROUPS:
-            return table(folder, options)
-        return screens(folder, modes[0], options)
+        if not several:
+            return screens(folder, modes[0], options)
+        return max(table(folder, options), recipe.TROUBLE if problems else recipe.DONE)
 
 
 def saved_modes(folder: Path) -> dict[str, Tree]:
@@ -84,8 +93,10 @@ def saved_modes(folder: Path) -> dict[str, Tree]:
     return {mode: trees[mode] for mode in sorted(trees)}
 
 
-def check_saved(mode: str, trees: Mapping[str, Tree], folder: str, what: str = "") -> None:
-    """A mode that was not saved is said with the command that saves it."""
+def check_saved(
+    mode: str, trees: Mapping[str, Tree], folder: str, what: str = "", other: str = ""
+) -> None:
+    """A mode that was not saved is said with the command that saves it, as `other` was saved."""
     from tensortap.errors import OptionError
 
     if mode in trees:
@@ -97,8 +108,35 @@ def check_saved(mode: str, trees: Mapping[str, Tree], folder: str, what: str = "
         )
     raise OptionError(
         f"The {what}mode {mode} is not saved; {there}. Save it first: "
-        f"{recipe.save_command(mode, folder)}"
+        f"{recipe.save_command(mode, folder, a_shape(folder, other))}"
     )
+
+
+def shapes(folder: str, mode: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of a mode's arrays, by file."""
+    import numpy as np
+
+    paths = sorted(Path(folder).glob(f"mode_{glob.escape(mode)}_layer_*.npy"))
+    return {path.name: np.load(path, mmap_mode="r").shape for path in paths}
+
+
+def a_shape(folder: str, mode: str) -> tuple[int, ...]:
+    """How a mode was saved; empty where it was not."""
+    return next(iter(shapes(folder, mode).values()), ())
+
+
+def other_shape(mode: str, reference: str, folder: str) -> str | None:
+    """Why a mode cannot be compared: its samples are not those of the reference."""
+    theirs = shapes(folder, reference)
+    for name, shape in shapes(folder, mode).items():
+        twin = name.replace(f"mode_{mode}_", f"mode_{reference}_", 1)
+        if twin in theirs and theirs[twin] != shape:
+            command = recipe.save_command(mode, folder, theirs[twin])
+            return (
+                f"{name} holds {list(shape)} and {twin} {list(theirs[twin])}: they are not of the "
+                f"same samples. Save mode {mode} again: {command}"
+            )
+    return None
 
 
 def wanted_modes(
@@ -110,7 +148,7 @@ def wanted_modes(
     found: dict[str, None] = {}
     for word in words:
         if word not in MODE_GROUPS:
-            check_saved(word, trees, folder)
+            check_saved(word, trees, folder, "", reference)
             if word == reference:
                 raise OptionError(f"Mode {word} is the reference itself. Name another mode.")
             found[word] = None
@@ -119,7 +157,8 @@ def wanted_modes(
             if mode in trees and mode != reference:
                 found[mode] = None
             elif mode != reference:
-                note(f"Mode {mode} is not saved: {recipe.save_command(mode, folder)}")
+                like = a_shape(folder, reference)
+                note(f"Mode {mode} is not saved: {recipe.save_command(mode, folder, like)}")
     if not found:
         raise OptionError(
             f"There is nothing to compare with {reference} in {folder}. Save another mode first: "

@@ -28,6 +28,7 @@ MODEL = "quamba-130m-w8a8"
 PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
 OUTPUT_DIR = "layer_outputs"
 COMPARISONS = "comparisons"
+SAMPLES, SEQ_LEN = 10, 512
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
 DONE, DIFFERS, TROUBLE = 0, 1, 2
@@ -137,12 +138,16 @@ def is_quantised(mode: str) -> bool:
     return mode not in FLOATS
 
 
-def save_command(mode: str, output_dir: str = OUTPUT_DIR) -> str:
-    """The command that saves a mode, as the document has it."""
+def save_command(mode: str, output_dir: str, like: Sequence[int] = ()) -> str:
+    """The command that saves a mode, as the document has it, for arrays of the shape `like`."""
     quantize = " --quantize" if is_quantised(mode) else ""
+    sizes = ""
+    if len(like) == 3:
+        given = (("--calib_data_num", like[0], SAMPLES), ("--calib_seqlen", like[1], SEQ_LEN))
+        sizes = "".join(f" {name} {size}" for name, size, usual in given if size != usual)
     return (
         f"python3 save_layer_outputs.py {MODEL} --pretrained_dir {PRETRAINED_DIR} "
-        f"--mode {mode}{quantize} --output_dir {output_dir}"
+        f"--mode {mode}{quantize} --output_dir {output_dir}{sizes}"
     )
 
 

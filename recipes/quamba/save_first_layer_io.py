@@ -46,7 +46,11 @@ def arguments() -> argparse.ArgumentParser:
         "--output_file", default=_DEFAULT, metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
-        "--seq_len", type=recipe.count, default=512, metavar="N", help="default: %(default)s"
+        "--seq_len",
+        type=recipe.count,
+        default=recipe.SEQ_LEN,
+        metavar="N",
+        help="default: %(default)s",
     )
     recipe.add_model_options(parser)
     return parser

@@ -47,14 +47,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calib_data_num",
         type=recipe.count,
-        default=10,
+        default=recipe.SAMPLES,
         metavar="N",
         help="samples (default: %(default)s)",
     )
     parser.add_argument(
         "--calib_seqlen",
         type=recipe.count,
-        default=512,
+        default=recipe.SEQ_LEN,
         metavar="N",
         help="tokens a sample (default: %(default)s)",
     )

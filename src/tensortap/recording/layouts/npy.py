@@ -73,8 +73,8 @@ class NpyLayout:
             files.append(name)
         if not files:
             raise LayoutError(f"Nothing could be exported. {skipped[0].reason}")
-        about = {**told_about(recording), **json_safe(options.about)}
-        stats = {"mode": mode, **about, "layers": layers}
+        given = json_safe(options.about)
+        stats = {"mode": mode, **given, **told_about(recording), **given, "layers": layers}
         write_json(out / f"{stem}_stats.json", stats)
         options.progress(len(groups), len(groups))
         return Exported(
