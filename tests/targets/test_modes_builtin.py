@@ -280,6 +280,7 @@ def test_what_cannot_be_is_a_sentence(model: object, x: Tensor, mode: str, said:
         apply_mode(Target(model, x), mode)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_models_and_models_in_a_mode_are_a_sentence() -> None:
     with pytest.raises(OptionError, match="a compiled model cannot be changed any more"):
         apply_mode(
@@ -367,3 +368,34 @@ def test_a_compiled_model_is_converted_inside() -> None:
         target = apply_mode(Target(model, x), name)
         assert not torch.equal(target(target.batches[0]), before), "compiled code was kept"
         assert torch.equal(target(target.batches[0]), in_mode(plain, name, inputs=x)(x))
+
+
+def test_a_recording_knows_how_coarse_the_numbers_are(
+    model: nn.Module, ids: Tensor, tmp_path: Path
+) -> None:
+    """Else every quantised mode would be measured by what float32 rounds."""
+    names = {
+        "fp32": "float32",
+        "int8": "int8",
+        "int4wo": "int4",
+        "fp8wo": "float8_e4m3fn",
+        "fake:w8a4": "fake int4",
+        "fake:w8": "fake int8",
+    }
+    for name, kind in names.items():
+        path = tmp_path / kind
+        made = in_mode(model, name, inputs=ids)
+        with torch.no_grad(), tap.record(made, path, layers="blocks") as rec:
+            made(ids)
+            rec.step()
+        counts = tap.open(path).manifest.target["dtypes"]
+        assert counts[kind] > 0.8 * sum(counts.values()), name
+        assert sum(counts.values()) == sum(p.numel() for p in model.parameters())
+        result = tap.compare(tmp_path / "float32", path)
+        assert result.same, f"{name}: {result.sentence}"
+    wrong = in_mode(model, "int8", inputs=ids)
+    with torch.no_grad():
+        wrong.blocks[1].mlp.up.bias.add_(3.0)
+        with tap.record(wrong, tmp_path / "wrong", layers="blocks"):
+            wrong(ids)
+    assert tap.compare(tmp_path / "float32", tmp_path / "wrong").first_divergence is not None

@@ -38,7 +38,11 @@ _FLOATS = {
     "complex128": 2.0**-53,
 }
 # Weights of these types mean quantised arithmetic: the step of a grid over a tensor's range.
-_QUANTISED = {"int8": 2.0**-7, "uint8": 2.0**-7, "qint8": 2.0**-7, "quint8": 2.0**-7}
+_QUANTISED = {
+    **dict.fromkeys(("int8", "uint8", "qint8", "quint8"), 2.0 ** (-7)),
+    **{f"int{bits}": 2.0 ** (1 - bits) for bits in range(2, 8)},
+    **{f"fake int{bits}": 2.0 ** (1 - bits) for bits in range(2, 17)},  # simulated
+}
 _SHARE = 0.05  # of a model's parameters, for a dtype to be called its precision
 _OPERATIONS_A_BLOCK = 10
 _MOST_OFFSET = 1e4

@@ -20,8 +20,18 @@ from ..recording.dtypes import dtype_name
 from .leaves import flatten
 from .plain import is_plain
 
-__all__ = ["InputLog", "describe_environment", "describe_module", "device_of", "rank"]
+__all__ = [
+    "GRID",
+    "InputLog",
+    "describe_environment",
+    "describe_module",
+    "device_of",
+    "parameter_dtypes",
+    "rank",
+]
 
+GRID = "tensortap_grid"
+"""The attribute of a layer in a quantised mode that says what its weight is worth: `int4`."""
 _MOST_IDS = 1 << 16
 _MOST_BATCHES = 64
 
@@ -29,10 +39,7 @@ _MOST_BATCHES = 64
 def describe_module(model: nn.Module) -> dict[str, Any]:
     """Class, parameters, dtypes and config of a model."""
     model = model._modules.get("_orig_mod") or model
-    dtypes: Counter[str] = Counter()
-    for parameter in model.parameters():
-        if not isinstance(parameter, UninitializedParameter):
-            dtypes[dtype_name(parameter.dtype)] += parameter.numel()
+    dtypes = parameter_dtypes(model)
     described: dict[str, Any] = {
         "class": f"{_module_name(type(model))}.{type(model).__qualname__}",
         "parameters": sum(dtypes.values()),
@@ -47,6 +54,28 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
     elif isinstance(config, Mapping):
         described["config"] = jsonable(config)
     return described
+
+
+def parameter_dtypes(model: nn.Module) -> Counter[str]:
+    """How many parameters of a model are of each kind of number.
+
+    A quantised weight says that it is float32 and holds int8; one that is only rounded to a grid
+    holds floats. Both count as what they are worth: int8, fake int4.
+    """
+    dtypes: Counter[str] = Counter()
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if isinstance(parameter, UninitializedParameter):
+                continue
+            grid = vars(module).get(GRID) if name == "weight" else None
+            inner = getattr(parameter, "qdata", parameter)
+            held = inner.dtype if isinstance(inner, torch.Tensor) else parameter.dtype
+            dtypes[grid or dtype_name(held)] += parameter.numel()
+    return dtypes
 
 
 def _module_name(kind: type) -> str:

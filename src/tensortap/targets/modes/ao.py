@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import MissingExtraError, OptionError
+from ...taps.describe import GRID
 from ...taps.isolation import unchanged
 from ..target import Target
 from .layers import (
     CONVOLUTIONS,
-    MARK,
     TRANSPOSED,
     find_layers,
     is_matrix,
@@ -62,6 +62,13 @@ _CONFIGS: dict[str, Callable[[Any, torch.device], Any]] = {
     "fp8wo": lambda ao, _: ao.Float8WeightOnlyConfig(set_inductor_config=False),
 }
 AO_MODES = tuple(_CONFIGS)
+_GRIDS = {
+    "int8": "int8",
+    "int8wo": "int8",
+    "int4wo": "int4",
+    "fp8": "float8_e4m3fn",
+    "fp8wo": "float8_e4m3fn",
+}
 
 
 @contextlib.contextmanager
@@ -153,7 +160,7 @@ def apply_ao(target: Target, mode: str, *, rehearse: bool = True) -> list[str]:
     notes = [*weight_notes(model, mode, done), *left_notes(mode, left)]
     for name, layer in done.items():
         layer._parameters["weight"] = made[name]
-        vars(layer)[MARK] = mode
+        vars(layer)[GRID] = _GRIDS[mode]
         if mode in ("int8", "fp8"):
             replace_forward(layer, _without_rows)
     if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError
+from ...taps.describe import GRID
 from ..target import Target
 from .layers import (
-    MARK,
     bind_weights,
     find_layers,
     is_matrix,
@@ -192,8 +192,9 @@ def apply_fake(target: Target, mode: FakeMode, calib: int | None) -> list[str]:
         notes[:0] = weight_notes(model, mode.name, found.layers)
         with torch.no_grad():
             bind_weights(found.layers, lambda layer, w: quantised_weight(layer, w, mode))
+    bits = [number for number in (mode.weights, mode.activations) if number is not None]
     for name, layer in found.layers.items():
-        vars(layer)[MARK] = mode.name
+        vars(layer)[GRID] = f"fake int{min(bits)}"
         if name in ranges:
             _quantise_operand(layer, ranges[name], mode)
     if ranges:

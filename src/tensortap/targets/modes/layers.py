@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...taps.describe import GRID
 from ...taps.plain import is_plain
 
 __all__ = [
-    "MARK",
     "Found",
     "bind_weights",
     "find_layers",
@@ -36,8 +36,6 @@ __all__ = [
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-MARK = "tensortap_mode"
-"""The attribute of a converted layer that says into which mode it was converted."""
 _OPERANDS = ("input", "x")  # what torch and transformers call the operand of these layers
 
 
@@ -100,7 +98,7 @@ def _why_not(module: nn.Module, inside: set[int]) -> str:
         return "its weight is on the meta device; load the weights first"
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight has no shape before the first run"
-    if MARK in vars(module) or not is_plain(weight) or not weight.is_floating_point():
+    if GRID in vars(module) or not is_plain(weight) or not weight.is_floating_point():
         return "it is quantised already"
     return "" if weight.numel() else "its weight is empty"
 
