@@ -43,7 +43,7 @@ def main() -> int:
         for text in target.notes:
             note(f"note: {text}")
         artefact = compile_model(wanted, target, COMPILED)
-        note(f"Compiled: {artefact.file}. On two prompts each layer is what eager computes.")
+        note(f"Compiled: {artefact.file}. On three prompts each layer is what eager computes.")
     if given.note:
         note(f"note: {given.note}")
     folder = recording_of(asked.output_dir)
