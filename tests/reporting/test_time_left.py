@@ -38,6 +38,7 @@ class TestTimeLeft:
 
     def test_side_by_side(self) -> None:
         assert time_left([10.0], [], 4, 2) == pytest.approx(20.0)
+        assert time_left([10.0], [RunningMode(4.0), RunningMode(2.0)], 1, 2) == pytest.approx(16.0)
         slow = RunningMode(2.0, loaded=0.0, at=2.0, batch=1, batches=50)
         quick = RunningMode(2.0, loaded=0.0, at=2.0, batch=1, batches=2)
         assert time_left([], [slow, quick], 0, 2) == pytest.approx(98.0)
@@ -74,6 +75,7 @@ class TestTracker:
         tracker = ModesTracker(jobs=2)
         seen(tracker, (0.0, "a", "loading", None), (0.0, "b", "loading", None))
         seen(tracker, (1.0, "a", "running", 0), (2.0, "a", "running", 1))
+        # 11 s a mode, 9 left of both, and one more behind each
         assert tracker.text(2.0) == "modes 2, 3 of 4 · a batch 2 of 10 · b loading · 0:20 left"
 
 

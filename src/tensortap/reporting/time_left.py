@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -52,8 +53,11 @@ def time_left(
         left.append(max(0.0, whole - mode.seconds))
     if waiting and usual is None:
         return None
-    rest = sum(left) + waiting * (usual or 0.0)
-    return max([rest / max(1, jobs), *left])
+    places = left + [0.0] * max(1 - len(left), jobs - len(left))
+    heapq.heapify(places)
+    for _ in range(waiting):  # each takes the place that is free first
+        heapq.heapreplace(places, places[0] + (usual or 0.0))
+    return max(places)
 
 
 def clock(seconds: float) -> str:

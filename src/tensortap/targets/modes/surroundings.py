@@ -51,7 +51,12 @@ class Surroundings:
         """Put everything back; a `seed` that the user gave then counts for torch."""
         torch.set_default_dtype(self.dtype)
         torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        now = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        if now != (self.deterministic, self.warn_only):  # setting it imports torch's compiler
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.set_grad_enabled(self.grad)
         random.setstate(self.python_state)
         np.random.set_state(self.numpy_state)
