@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import MissingExtraError, OptionError, TargetError
 from .artefacts import with_inputs
 from .input_ids import check_range, read_input_ids
+from .modes.ao import quietly
 from .options import parse_device, parse_dtype
 from .target import Batch, Target
 
@@ -60,7 +61,8 @@ def load_checkpoint(
     if "seed" in values:
         torch.manual_seed(int(values["seed"]))  # decides weights that the checkpoint lacks
     config = _config(transformers, folder)
-    kind = _model_class(transformers, config, folder)
+    with quietly():  # importing it imports torchao, where that is installed
+        kind = _model_class(transformers, config, folder)
     seq_len = int(values["seq_len"]) if "seq_len" in values else None
     batches: list[dict[str, Any]] = []
     if prompts:

@@ -38,7 +38,7 @@ from .layers import (
 )
 from .observing import eagerly, run_batch
 
-__all__ = ["AO_MODES", "GROUP", "apply_ao", "package", "why_not"]
+__all__ = ["AO_MODES", "GROUP", "apply_ao", "package", "quietly", "why_not"]
 
 GROUP = 32
 """How many weights of a row share a scale in int4wo."""
@@ -72,7 +72,7 @@ _GRIDS = {
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Without the warnings of an import: missing GPU kernels, deprecations among libraries."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
@@ -87,7 +87,7 @@ def _quietly() -> Iterator[None]:
 def package(mode: str) -> Any:
     """torchao's quantisation, imported without its noise."""
     try:
-        with _quietly():
+        with quietly():
             return importlib.import_module("torchao.quantization")
     except ImportError as error:
         raise MissingExtraError("torchao", "quant", f"The mode {mode!r}") from error
@@ -95,7 +95,7 @@ def package(mode: str) -> Any:
 
 def _quantise(layer: nn.Module, mode: str, device: torch.device) -> None:
     ao = package(mode)
-    with _quietly():
+    with quietly():
         ao.quantize_(layer, _CONFIGS[mode](ao, device), filter_fn=lambda module, _: module is layer)
 
 

@@ -195,9 +195,10 @@ def weight_notes(model: nn.Module, mode: str, converted: Mapping[str, nn.Module]
         if parameter is not None and id(parameter) in weights
     ]
     if tied:
+        one = len(tied) == 1
         notes.append(
-            f"{listed(tied)} shared its values with a layer that is quantised now, and keeps them "
-            "as they were."
+            f"{listed(tied)} shared {'its' if one else 'their'} values with a layer that is "
+            f"quantised now, and {'keeps' if one else 'keep'} them as they were."
         )
     return notes
 
