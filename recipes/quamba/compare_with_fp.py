@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import glob
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -192,8 +193,7 @@ def screens(folder: Path, mode: str, options: argparse.Namespace) -> int:
         title = f"Layer {blocks.index(row.layer)}" if row.layer in blocks else None
         screen = layer_screen(result, row, width=console.width, title=title, icons=True)
         console.print(screen, soft_wrap=True)
-    target = options.save_comparison
-    save(result, Path(target) if target else comparison_file(mode, options.reference))
+    save(result, mode, options.reference, options.save_comparison)
     if not result.compared:
         return recipe.TROUBLE
     return recipe.DONE if result.same else recipe.DIFFERS
@@ -204,16 +204,15 @@ def named(result: Comparison, reference: str, mode: str) -> Comparison:
     return replace(result, reference=reference, candidate=mode)
 
 
-def comparison_file(mode: str, reference: str) -> Path:
-    from tensortap.targets.modes.declared import folder_name
+def save(result: Comparison, mode: str, reference: str, path: str | None = None) -> None:
+    """Write the JSON to the documents' place, or to the one that was asked for."""
+    from tensortap.comparing.mode_files import comparison_text, save_comparison
 
-    stem = f"mode_{folder_name(mode)}_vs_{folder_name(reference)}"
-    return Path(recipe.COMPARISONS) / f"{stem}.json"
-
-
-def save(result: Comparison, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result.to_json(path)
+    if path is None:
+        path = save_comparison(result, recipe.COMPARISONS, mode, reference)
+    else:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(comparison_text(result, mode, reference), encoding="utf-8")
     note(f"The comparison is saved in {path}.")
 
 
@@ -241,7 +240,7 @@ def table(folder: Path, options: argparse.Namespace) -> int:
         say(line)
     for row in modes.modes:
         if row.comparison is not None:
-            save(row.comparison, comparison_file(row.mode, modes.reference))
+            save(row.comparison, row.mode, modes.reference)
     return recipe.TROUBLE if any(row.problem for row in modes.modes) else recipe.DONE
 
 
@@ -250,30 +249,27 @@ def in_words(modes: Modes, folder: Path) -> list[str]:
     import tensortap as tap
     from tensortap.targets.modes.declared import folder_name
 
-    names = [modes.reference, *(row.mode for row in modes.modes)]
     digests: dict[str, list[str]] = {}
-    for name in names:
-        run = tap.open(folder / folder_name(name))
+    for name in (modes.reference, *(row.mode for row in modes.modes)):
         digest = hashlib.blake2b()
-        for record in run.records:
+        for record in tap.open(folder / folder_name(name)).records:
             digest.update(record.tensor().contiguous().numpy().tobytes())
         digests.setdefault(digest.hexdigest(), []).append(name)
     equal = [" = ".join(group) for group in digests.values() if len(group) > 1]
     lines = [f"The same bits at every saved layer: {'; '.join(equal) or 'no two modes'}."]
-    if {"0", "2-1"} <= set(names):
-        lines.append(_fused_and_plain(tap.compare(folder / "0", folder / "2-1")))
+    if (folder / "0").exists() and (folder / "2-1").exists():
+        result = tap.compare(folder / "0", folder / "2-1")
+        told = [
+            f"{row.layer} at most {row.difference.max_abs:.3e}, MSE {row.difference.mse:.3e}"
+            for row in result.compared
+            if row.difference is not None
+        ]
+        lines.append(f"Mode 0 (fused) minus mode 2-1 (plain PyTorch): {'; '.join(told)}.")
+    stats = Path(modes.folder) / "mode_0_stats.json"
+    if stats.exists():
+        told_of = json.loads(stats.read_text(encoding="utf-8")).get("fused_minus_plain")
+        lines += [told_of["text"]] if isinstance(told_of, dict) else []
     return lines
-
-
-def _fused_and_plain(result: Comparison) -> str:
-    """How far the fused path of mode 0 and the plain PyTorch of mode 2-1 are apart."""
-    rows = [row for row in result.compared if row.difference is not None]
-    told = [
-        f"{row.layer} max abs {row.difference.max_abs:.3e}, MSE {row.difference.mse:.3e}"
-        for row in rows
-        if row.difference is not None
-    ]
-    return f"Fused (mode 0) against plain PyTorch (mode 2-1): {'; '.join(told)}."
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,7 +28,7 @@ MODEL = "quamba-130m-w8a8"
 PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
 OUTPUT_DIR = "layer_outputs"
 COMPARISONS = "comparisons"
-SAMPLES, SEQ_LEN = 10, 512
+SAMPLES, SEQ_LEN, TINY_LENGTH = 10, 512, 64
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
 DONE, DIFFERS, TROUBLE = 0, 1, 2
@@ -116,7 +116,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--tiny",
         action="store_true",
         default=os.environ.get(TINY, "") not in ("", "0"),
-        help=f"24 layers of very small widths, for tests; so does {TINY}=1",
+        help=f"24 narrow layers and at most {TINY_LENGTH} tokens, for tests; so does {TINY}=1",
     )
 
 
@@ -186,23 +186,26 @@ def record(
     inputs: bool,
     samples: int,
     seq_len: int,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> RecordedModes:
     """Record the modes one after the other in this process; those that fail are told of."""
     from quamba.target import build
 
+    import tensortap as tap
     from tensortap.reporting.progress import progress
-    from tensortap.targets.modes.record import record_modes
 
+    length = length_of(seq_len, options)
+    if length != seq_len:
+        note(f"The model is tiny: sequences have {length} tokens in place of {seq_len}.")
     with progress("Recording") as advance:
-        recorded = record_modes(
+        recorded = tap.record_modes(
             build,
             folder,
             modes=list(modes),
             layers=list(layers),
             inputs=inputs,
             early_stop=False,  # the model is small: finding out where to stop would cost more
-            options={**options, "samples": samples, "seq_len": seq_len},
+            options={**options, "samples": samples, "seq_len": length},
             progress=lambda step: advance(*_done(step, samples)),
         )
     for text in dict.fromkeys(text for mode in recorded.modes for text in mode.notes):
@@ -211,6 +214,21 @@ def record(
     for mode in recorded.failed:
         note(f"Mode {mode.mode} failed: {mode.problem}")
     return recorded
+
+
+def length_of(seq_len: int, options: Mapping[str, Any]) -> int:
+    """How many tokens a sequence has: a tiny model is for tests, which should not take long."""
+    return min(seq_len, TINY_LENGTH) if options["tiny"] else seq_len
+
+
+def fused_and_plain(seq_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fused scan of mode 0 and the plain PyTorch of mode 2-1 differ by."""
+    from quamba.paths import path_difference, path_text
+    from quamba.target import build
+
+    target = build("0", samples=1, seq_len=length_of(seq_len, options), **options)
+    rows = path_difference(target.model, target.batches[0].kwargs["input_ids"])
+    return {"text": path_text(rows), "layers": [row.to_dict() for row in rows]}
 
 
 def _done(step: ModeStep, samples: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,7 @@ def command() -> int:
         raise OptionError(f"--output_dir {out} is a file. Name a folder.")
     modes = recipe.modes_of(options.mode)
     check_quantize(options.quantize, modes)
+    given = recipe.model_options(options, options.model)
     with recipe.scratch(out) as folder:
         recorded = recipe.record(
             modes,
@@ -108,15 +109,23 @@ def command() -> int:
             inputs=False,
             samples=options.calib_data_num,
             seq_len=options.calib_seqlen,
-            options=recipe.model_options(options, options.model),
+            options=given,
         )
         for mode in recorded.modes:
             if mode.status != "failed":
-                save(mode.path, mode.mode, out, options)
+                fused = mode.mode == "0"
+                paths = recipe.fused_and_plain(options.calib_seqlen, given) if fused else None
+                save(mode.path, mode.mode, out, options, paths)
     return recipe.TROUBLE if recorded.failed else recipe.DONE
 
 
-def save(recording: str, mode: str, out: Path, options: argparse.Namespace) -> None:
+def save(
+    recording: str,
+    mode: str,
+    out: Path,
+    options: argparse.Namespace,
+    paths: Mapping[str, Any] | None = None,
+) -> None:
     """Write one mode's files, and say which."""
     import tensortap as tap
     from tensortap.recording.layouts import ExportOptions, get
@@ -126,6 +135,7 @@ def save(recording: str, mode: str, out: Path, options: argparse.Namespace) -> N
         "model": options.model,
         "pretrained_dir": options.pretrained_dir,
         **recipe.facts(run),
+        **({} if paths is None else {"fused_minus_plain": paths}),
     }
     exported = get("npy").export(run, out, ExportOptions(mode, overwrite=True, about=about))
     for skipped in exported.skipped:

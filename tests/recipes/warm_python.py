@@ -8,6 +8,7 @@ has started any thread.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -62,13 +63,21 @@ def serve(address: str) -> None:
     from transformers import MambaForCausalLM, MiniMaxM2ForCausalLM
 
     import tensortap.cli.common
+    import tensortap.comparing.modes
+    import tensortap.recording.layouts
+    import tensortap.reporting.comparisons
     import tensortap.taps.instrument.write
+    import tensortap.targets.modes.record
+    from tensortap.taps.programs.kinds import kinds
 
+    kinds()  # imports the runtimes
     assert rich and safetensors and torch and transformers and tensortap
     assert MambaForCausalLM and MiniMaxM2ForCausalLM
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
+    gc.collect()
+    gc.freeze()  # no child has to look through what they all have in common
     print("ready", flush=True)
     while True:
         asked, _ = listener.accept()
