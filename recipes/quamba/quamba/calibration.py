@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ from .hadamard import rotate
 from .integers import scale_for
 from .mixer import Mixer
 
-__all__ = ["Percentile", "Scales", "calibrate"]
+__all__ = ["Calibration", "Percentile", "Scales", "calibrate"]
 
 Scales = dict[str, Tensor]
 CLIPPED = ("u", "state")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The scales of each layer and of the language head's input, for rotated weights or not."""
+
+    layers: list[Scales]
+    head: Tensor
+    hadamard: bool = False
 
 
 class Percentile:
@@ -62,8 +72,8 @@ def calibrate(
     percentile: float,
     *,
     hadamard: bool = False,
-) -> tuple[list[Scales], Tensor]:
-    """The scales of each layer, and that of the language head's input.
+) -> Calibration:
+    """Run the batches and see what each tensor reaches.
 
     `backbone` is the float model up to its last norm; the head itself need not run.
     """
@@ -99,7 +109,7 @@ def calibrate(
         for handle in handles:
             handle.remove()
     scales = [{name: scale_for(seen.value()) for name, seen in layer.items()} for layer in layers]
-    return scales, scale_for(head.value())
+    return Calibration(scales, scale_for(head.value()), hadamard)
 
 
 def _mixers(backbone: nn.Module) -> list[Mixer]:

@@ -56,7 +56,7 @@ def product_sums(codes: Tensor, weight: Tensor) -> Tensor:
     if codes.dtype != torch.int8 or weight.dtype != torch.int8:
         raise TypeError(f"int8 codes are multiplied here, got {codes.dtype} and {weight.dtype}")
     rows = codes.reshape(-1, codes.shape[-1])
-    if int8_matmul_is_exact():
+    if rows.shape[-1] > 1 and int8_matmul_is_exact():  # torch 2.13 is wrong at a width of 1
         sums = torch._int_mm(rows.contiguous(), weight.t())
     else:
         sums = rows.int() @ weight.int().t()
@@ -71,7 +71,7 @@ def int8_matmul_is_exact() -> bool:
     (-128)² + (-128)² does not fit. Those get a slower product in int32.
     """
     ends = torch.tensor([-128, 127, -127, -128], dtype=torch.int8)
-    for rows, width, columns in ((1, 1, 1), (3, 5, 7), (17, 64, 33)):
+    for rows, width, columns in ((1, 2, 1), (3, 5, 7), (17, 64, 33)):
         a = ends[torch.arange(rows * width) % 4].reshape(rows, width)
         b = ends[torch.arange(columns * width) % 3].reshape(columns, width)
         try:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MambaConfig, MambaForCausalLM
 
 from tensortap.errors import TargetError
 
-from .calibration import Scales, calibrate
+from .calibration import Calibration
 from .integers import int8_matmul_is_exact
 from .layers import Int8Linear
 from .mixer import float_mixer, int8_mixer
 from .mode_config import ModeConfig
 
-__all__ = ["SHAPES", "TINY", "Prepared", "Shape", "checkpoint", "in_mode", "prepare", "seeded"]
+__all__ = ["SHAPES", "TINY", "Shape", "checkpoint", "in_mode", "seeded", "with_mixers"]
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,7 @@ class Shape:
 
 
 SHAPES = {"quamba-130m-w8a8": Shape(hidden=768, state=16, vocabulary=50280, segment=128)}
-TINY = Shape(hidden=32, state=4, vocabulary=256, segment=16)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A float model whose mixers are ours, and the scales that calibration found for it."""
-
-    model: MambaForCausalLM
-    layers: list[Scales]
-    head: Tensor
-    hadamard: bool
+TINY = Shape(hidden=16, state=4, vocabulary=64, segment=16)
 
 
 def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
@@ -142,33 +131,25 @@ def _check(folder: Path) -> None:
     raise TargetError(f"The checkpoint {os.fspath(folder)!r} {problem}")
 
 
-def prepare(
-    model: MambaForCausalLM,
-    segment: int,
-    batches: Sequence[Tensor],
-    percentile: float,
-    *,
-    hadamard: bool = False,
-) -> Prepared:
-    """Put our mixers into a float model and calibrate it; the model is changed in place."""
+def with_mixers(model: MambaForCausalLM, segment: int) -> MambaForCausalLM:
+    """Our mixers in place of the model's own, on the same weights; the model itself changes."""
     for block in model.backbone.layers:
         block.mixer = float_mixer(block.mixer, segment)
-    layers, head = calibrate(model.backbone, batches, percentile, hadamard=hadamard)
-    return Prepared(model, layers, head, hadamard)
+    return model
 
 
-def in_mode(prepared: Prepared, mode: ModeConfig) -> nn.Module:
-    """A model of its own that computes as the mode says."""
-    source: Any = prepared.model
+def in_mode(source: Any, mode: ModeConfig, found: Calibration | None = None) -> nn.Module:
+    """A model of its own that computes as the mode says; int8 ones need a calibration."""
     copies: dict[int, Any] = {}  # what stands in the copy in place of a module of the source
     if mode.quantised:
+        if found is None:
+            raise ValueError(f"Mode {mode.name} needs the scales of a calibration.")
         int8_matmul_is_exact()  # asked once, here: a forward that looks at values cannot be planned
-        for block, scales in zip(source.backbone.layers, prepared.layers, strict=True):
-            copies[id(block.mixer)] = int8_mixer(
-                block.mixer, mode, scales, hadamard=prepared.hadamard
-            )
-        copies[id(source.lm_head)] = Int8Linear(source.lm_head, prepared.head)
-    model = copy.deepcopy(source, copies)
+        for block, scales in zip(source.backbone.layers, found.layers, strict=True):
+            copies[id(block.mixer)] = int8_mixer(block.mixer, mode, scales, hadamard=found.hadamard)
+        copies[id(source.lm_head)] = Int8Linear(source.lm_head, found.head)
+    model: Any = copy.deepcopy(source, copies)
     if mode.dtype == "fp16":
         model = model.half()
-    return model.eval().requires_grad_(False)
+    built: nn.Module = model.eval().requires_grad_(False)
+    return built

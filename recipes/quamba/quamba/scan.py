@@ -119,23 +119,22 @@ class FusedScan(nn.Module):
         self, *, u: Tensor, dt: Tensor, A_log: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor
     ) -> Tensor:
         scale = {name: _scale(self, name) for name in OPERANDS}
-        A = -torch.exp(A_log.float() * scale["A_log"])
+        A = -torch.exp(A_log.t().float() * scale["A_log"])
         unit = scale["u"] * scale["B"]
         steps = F.softplus(dt.float() * scale["dt"])
         codes = u.float()
         fed, b, c = steps * codes, B.float(), C.float()
         batch, length, inner = u.shape
-        state = torch.zeros(batch, inner, A.shape[-1])
+        state = torch.zeros(batch, A.shape[0], inner)  # channels last: the longest runs
         decay = torch.empty_like(state)
         y = torch.empty(batch, length, inner)
         for t in range(length):
-            torch.mul(steps[:, t, :, None], A, out=decay)
-            state.mul_(decay.exp_())
-            state.addcmul_(fed[:, t, :, None], b[:, t, None, :])
-            y[:, t] = (state @ c[:, t, :, None])[:, :, 0]
+            torch.mul(steps[:, t, None], A, out=decay)
+            state.mul_(decay.exp_()).addcmul_(fed[:, t, None], b[:, t, :, None])
+            torch.bmm(c[:, t, None], state, out=y[:, t, None])
             if (t + 1) % self.segment == 0 or t + 1 == length:
-                kept = self.state(state * unit)
-                state = kept.float() * (self.state.scale / unit)
+                kept = self.state(state.transpose(1, 2) * unit)
+                state = kept.transpose(1, 2).float() * (self.state.scale / unit)
         y.mul_(unit * scale["C"])
         y.addcmul_(codes, D.float() * (scale["u"] * scale["D"]))
         return y.mul_(F.silu(dequantise(z, scale["z"])))

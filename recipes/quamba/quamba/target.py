@@ -10,13 +10,13 @@ import os
 import sys
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 import tensortap as tap
-from tensortap.errors import OptionError
+from tensortap.errors import MissingExtraError, OptionError
 
 if not __package__:  # loaded as a file: its own package can be imported from here on
     sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -24,7 +24,7 @@ if not __package__:  # loaded as a file: its own package can be imported from he
 from quamba.mode_config import MODE_GROUPS, MODES
 
 if TYPE_CHECKING:
-    from quamba.model import Prepared, Shape
+    from quamba.calibration import Calibration
 
 __all__ = ["DEFAULT_DIR", "MODES", "MODE_GROUPS", "build", "is_tiny"]
 
@@ -68,15 +68,18 @@ def build(
     if not 0 < percentile <= 1:
         raise OptionError(f"percentile is {percentile}, expected a share, as 0.9999; at most 1.")
     folder = _folder(pretrained_dir)
-    prepared = _prepared(model, folder, seed, tiny, seq_len, calib, percentile, hadamard)
+    which = (model, folder, seed, tiny)
+    source = _source(*which)
+    found = None
+    if MODES[mode].quantised:
+        found = _calibration(*which, seq_len, calib, percentile, hadamard)
     weights = str(folder) if folder else f"seeded random weights (seed {seed})"
 
     from quamba.model import in_mode
 
-    built = in_mode(prepared, MODES[mode])
-    vocabulary = prepared.model.config.vocab_size
+    vocabulary = source.config.vocab_size
     return tap.Target(
-        built,
+        in_mode(source, MODES[mode], found),
         [{"input_ids": ids} for ids in _ids(vocabulary, seq_len, samples, seed).split(rows)],
         mode=mode,
         config={
@@ -90,8 +93,8 @@ def build(
             "percentile": percentile,
             "hadamard": hadamard,
             "mode": dict(zip(_COLUMNS, MODES[mode].words(), strict=True)),
-            "layers": prepared.model.config.num_hidden_layers,
-            "hidden": prepared.model.config.hidden_size,
+            "layers": source.config.num_hidden_layers,
+            "hidden": source.config.hidden_size,
         },
         notes=_notes(pretrained_dir, folder, weights),
     )
@@ -122,32 +125,34 @@ def _ids(vocabulary: int, length: int, samples: int, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _prepared(
+def _source(name: str, folder: Path | None, seed: int, tiny: bool) -> Any:
+    """The float model; the last one is kept, since the next mode asks for the same."""
+    try:
+        from quamba.model import SHAPES, TINY, checkpoint, seeded, with_mixers
+    except ImportError as error:
+        raise MissingExtraError("transformers", "hf", "The quamba recipe") from error
+    if name not in SHAPES:
+        raise OptionError(f"There is no model {name!r} here. Known are {', '.join(SHAPES)}.")
+    shape = TINY if tiny else SHAPES[name]
+    model = seeded(shape, seed) if folder is None else checkpoint(folder)
+    return with_mixers(model, shape.segment)
+
+
+@lru_cache(maxsize=4)
+def _calibration(
     name: str,
     folder: Path | None,
     seed: int,
     tiny: bool,
     length: int,
-    calib: int,
+    count: int,
     percentile: float,
     hadamard: bool,
-) -> Prepared:
-    """The calibrated float model; the last one is kept, since the next mode asks for the same."""
-    try:
-        from quamba.model import checkpoint, prepare, seeded
-    except ImportError as error:
-        raise tap.errors.MissingExtraError("transformers", "hf", "The quamba recipe") from error
+) -> Calibration:
+    """The scales, found once a process for all modes."""
+    from quamba.calibration import calibrate
 
-    shape = _shape(name, tiny)
-    model = seeded(shape, seed) if folder is None else checkpoint(folder)
-    ids = _ids(model.config.vocab_size, length, calib, seed + _CALIBRATION)
-    batches = ids.split(calib if tiny else 1)
-    return prepare(model, shape.segment, batches, percentile, hadamard=hadamard)
-
-
-def _shape(name: str, tiny: bool) -> Shape:
-    from quamba.model import SHAPES, TINY
-
-    if name not in SHAPES:
-        raise OptionError(f"There is no model {name!r} here. Known are {', '.join(SHAPES)}.")
-    return TINY if tiny else SHAPES[name]
+    model = _source(name, folder, seed, tiny)
+    ids = _ids(model.config.vocab_size, length, count, seed + _CALIBRATION)
+    batches = ids.split(count if tiny else 1)
+    return calibrate(model.backbone, batches, percentile, hadamard=hadamard)
