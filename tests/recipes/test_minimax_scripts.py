@@ -214,6 +214,14 @@ def test_a_checkpoint_of_ones_own(fresh: Reader) -> None:
     assert ran.code == 2 and "a pickle" in ran.err and "Traceback" not in ran.err
 
 
+def test_experts_go_one_by_one_where_groups_cannot_be_multiplied(minimax: Reader) -> None:
+    asked = (
+        "print([can_group(d, t) for d in ('cpu', 'meta') for t in (torch.float32, torch.bfloat16)])"
+    )
+    ran = minimax.python(f"{HERE}import torch\nfrom minimax.model import can_group\n{asked}")
+    assert ran.out == "[True, True, False, True]\n", ran.err  # meta shapes are CUDA's
+
+
 # Comparing.
 
 

@@ -17,7 +17,7 @@ from tensortap.targets.load import load_target
 
 from .prompt import PROMPT, VOCABULARY, Tokens, tokens_of
 
-__all__ = ["LAYERS", "Chosen", "build_target", "chosen", "tokens"]
+__all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "tokens"]
 
 LAYERS = ("embedding", "blocks", "final_norm")
 
@@ -87,13 +87,34 @@ def build_target(wanted: Chosen, given: Tokens, device: str = "cpu") -> Target:
     target = _seeded(wanted) if wanted.checkpoint is None else _loaded(wanted, given)
     model = target.model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False  # a cache among the outputs can be neither traced nor compared
+    notes = list(target.notes)
+    implementation = getattr(model, "get_experts_implementation", dict)().get("")
+    if implementation == "grouped_mm" and not can_group(device, model.dtype):
+        model.set_experts_implementation("eager")
+        notes.append(f"{device} cannot multiply experts in groups as {model.dtype}: one by one.")
     return replace(
         target,
         model=model,
+        notes=tuple(notes),
         inputs={"input_ids": given.ids.to(device)},
         prompt=[given.prompt],
         config=json.loads(json.dumps(model.config.to_dict(), default=str)),
     )
+
+
+def can_group(device: str, dtype: torch.dtype) -> bool:
+    """Whether torch can multiply groups of tokens with their experts here, in this dtype."""
+    grouped = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped is None:
+        return True  # transformers has a way of its own for an older torch
+    with torch.device(device):
+        rows, experts = torch.ones(16, 16, dtype=dtype), torch.ones(2, 16, 16, dtype=dtype)
+        ends = torch.tensor([8, 16], dtype=torch.int32)
+    try:
+        grouped(rows, experts, offs=ends)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def _seeded(wanted: Chosen) -> Target:
