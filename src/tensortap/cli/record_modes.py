@@ -57,11 +57,10 @@ def plan(request: Request, wanted: Sequence[str], as_json: bool) -> int:
     from ..targets.modes.surroundings import Surroundings
 
     start = Surroundings.now()
-    device = request.options.get("device")
     plans = []
     code = DONE
     with redirect_stdout(sys.stderr):
-        names = mode_names(request.target, wanted, device=device, note=note)
+        names = mode_names(request.target, wanted, device=request.device, note=note)
     for mode in names:
         start.restore(request.seed(mode))
         try:

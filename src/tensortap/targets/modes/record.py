@@ -11,6 +11,7 @@ import gc
 import os
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,13 +155,7 @@ def run_request(
     start = Surroundings.now()
     try:
         notes: list[str] = []
-        device = request.options.get("device")
-        names = mode_names(
-            request.target,
-            modes,
-            device=None if device is None else str(device),
-            note=notes.append,
-        )
+        names = mode_names(request.target, modes, device=request.device, note=notes.append)
         notes += request.unused(names)
         places = places_of(folder, names, free=not (overwrite or resume))
         tell = _numbered(progress, names)
@@ -247,8 +242,9 @@ def record_one(
             traceback.print_exc()
         notes = () if loaded else _left_from_before(path)
         row = RecordedMode(mode, path, "failed", problem=_problem(error), notes=notes)
+    model = _watched(loaded[0].model) if loaded else None
     loaded.clear()
-    _free()
+    _free(model)
     return replace(row, seconds=time.monotonic() - began)
 
 
@@ -329,9 +325,18 @@ def _problem(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}{place}. Set TENSORTAP_TRACEBACK=1 for the traceback."
 
 
-def _free() -> None:
-    """One mode's model goes before the next one comes."""
-    gc.collect()
+def _watched(model: object) -> weakref.ref[object] | None:
+    try:
+        return weakref.ref(model)
+    except TypeError:  # some objects of compiled runtimes cannot be
+        return None
+
+
+def _free(model: weakref.ref[object] | None) -> None:
+    """One mode's model goes before the next one comes: a whole collection only if it must be."""
+    gc.collect(1)
+    if model is None or model() is not None:
+        gc.collect()
     if cuda_in_use():
         torch.cuda.empty_cache()
 

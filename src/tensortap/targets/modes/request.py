@@ -15,6 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import OptionError
 from ..importing import finding
 from ..load import load_target
@@ -65,6 +67,17 @@ class Request:
     def table(self, mode: str | None) -> ModeTable | None:
         """What a `tensortap.toml` says of a mode."""
         return None if mode is None else project_of(self.target).modes.get(mode)
+
+    @property
+    def device(self) -> str | None:
+        """The device that was given, if torch knows it; if not, the function will say so."""
+        given = self.options.get("device")
+        if given is None:
+            return None
+        try:
+            return str(torch.device(given))
+        except (RuntimeError, TypeError, ValueError):
+            return None
 
     def unused(self, modes: Sequence[str | None]) -> list[str]:
         """What was given and has no part in any of these modes."""
