@@ -14,6 +14,10 @@ from warm_python import WarmPython
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "minimax_m2"
+_TENSORTAP = """#!/usr/bin/env python3
+from tensortap.cli.main import main
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,13 @@ class Reader:
         ignored = shutil.ignore_patterns("__pycache__", "traced_model", "comparison_reports")
         shutil.copytree(RECIPE, folder, ignore=ignored)
         (folder / "neuronx-distributed-inference" / "examples").mkdir(parents=True)
+        command = folder / "bin" / "tensortap"
+        command.parent.mkdir()
+        command.write_text(_TENSORTAP)
+        command.chmod(0o755)
         self.environment = {
             **os.environ,
-            "PATH": f"{warm.path}:{os.environ['PATH']}",
+            "PATH": f"{command.parent}:{warm.path}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT / "src"),
             "TENSORTAP_TINY": "1",
             "MPLBACKEND": "Agg",
@@ -83,8 +91,7 @@ class Reader:
 
     def tensortap(self, words: str) -> Ran:
         """A command of ours."""
-        command = f"import sys; sys.argv = ['tensortap', *{words.split()!r}]\n"
-        return self.python(command + "from tensortap.cli.main import main\nmain()")
+        return self.type(f"tensortap {words}")
 
 
 def bare_python(words: list[str], folder: Path) -> Ran:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from minimax_reader import Reader
+from minimax_reader import RECIPE, ROOT, Reader
 
 pytest.importorskip("transformers")
 
@@ -353,3 +353,20 @@ def test_the_snippets_run_on_the_files(typed: Reader, snippet: str, said: str) -
     assert re.fullmatch(said, ran.out), ran.out
     if snippet == Q3:
         assert (typed.folder / "layer_30_analysis.png").read_bytes().startswith(b"\x89PNG")
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("page", [RECIPE / "README.md", ROOT / "docs" / "minimax-m2.md"], ids=str)
+def test_the_commands_of_our_own_pages_run(typed: Reader, page: Path) -> None:
+    done = ("cd recipes/minimax_m2", "python test_layer_by_layer.py --test-type full")
+    for command in commands(page):
+        if command in done:  # by the document's own commands, above
+            continue
+        ran = typed.type(command)
+        expected = re.search(r"# exit (\d)", command)
+        assert ran.code == int(expected[1] if expected else 0), f"{command}\n{ran.out}{ran.err}"
+        assert ran.out.strip()
