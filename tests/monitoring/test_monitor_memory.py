@@ -13,6 +13,7 @@ from test_monitor_saving import script
 from torch import nn
 
 import tensortap as tap
+from forked_commands import Commands
 
 FULL = {"record_type": "epoch_full"}
 
@@ -202,10 +203,10 @@ print(path, len(data), total, (peak - start) >> 20)
 
 
 @pytest.mark.parametrize("fmt", ["pt", "npy"])
-def test_an_epoch_larger_than_memory(tmp_path, fmt) -> None:
+def test_an_epoch_larger_than_memory(tmp_path, fmt, forked: Commands) -> None:
     """320 MiB, of which the process may hold 32; it is not allowed the memory to cheat."""
-    done = script(LARGE, tmp_path / "out", fmt)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = script(forked, LARGE, tmp_path / "out", fmt)
+    assert done.code == 0, done.stderr[-2000:]
     path, count, total, grown = done.stdout.split()
     assert (count, total) == ("10", "45.0")
     assert int(grown) < 160, "MiB"
@@ -222,7 +223,7 @@ def test_an_epoch_larger_than_memory(tmp_path, fmt) -> None:
         assert (statistics["min"], statistics["max"]) == (0, 9 * n)
 
 
-def test_the_test_above_can_fail(tmp_path) -> None:
+def test_the_test_above_can_fail(tmp_path, forked: Commands) -> None:
     """Without a limit the operating system refuses the memory: training runs on, batches lack."""
-    done = script(LARGE.replace("32 << 20", "1 << 40"), tmp_path / "out", "pt")
-    assert done.returncode != 0 or done.stdout.split()[1] != "10", done.stdout
+    done = script(forked, LARGE.replace("32 << 20", "1 << 40"), tmp_path / "out", "pt")
+    assert done.code != 0 or done.stdout.split()[1] != "10", done.stdout

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from monitor_models import batches, files, hooks_of, no_warnings, small, train
 from test_monitor_saving import script
 
 import tensortap as tap
+from forked_commands import Commands, Ran
 from schemas import DOCS
 from tensortap.errors import OptionError, RecordingExistsError
 
@@ -28,16 +25,6 @@ def record(path, seed=0, epochs=(1, 2), **options):
     train(model, monitor)
     monitor.remove_hooks()
     return monitor
-
-
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    source = str(Path(tap.__file__).parent.parent)
-    return subprocess.run(
-        [sys.executable, "-m", "tensortap", *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def test_the_recording_says_where_and_when(tmp_path) -> None:
@@ -71,21 +58,24 @@ def test_the_recording_says_where_and_when(tmp_path) -> None:
     jsonschema.validate(json.loads((tmp_path / "run" / "recording.json").read_text()), schema)
 
 
-def test_commands_work_on_it_and_runs_compare_epoch_by_epoch(tmp_path) -> None:
+def test_commands_work_on_it_and_runs_compare_epoch_by_epoch(tmp_path, forked: Commands) -> None:
+    def command(*words: object) -> Ran:
+        return forked.run([str(word) for word in words], tmp_path)
+
     record(tmp_path / "a")
     record(tmp_path / "b")
     record(tmp_path / "c", seed=1)
     shown = command("show", tmp_path / "a", "--json")
-    assert shown.returncode == 0, shown.stderr
+    assert shown.code == 0, shown.stderr
     assert {row["layer"] for row in json.loads(shown.stdout)["layers"]} >= {"head", "layers.1"}
-    assert command("check", tmp_path / "a").returncode == 0
+    assert command("check", tmp_path / "a").code == 0
     same = command("compare", tmp_path / "a", tmp_path / "b", "--json")
-    assert same.returncode == 0 and json.loads(same.stdout)["same"]
+    assert same.code == 0 and json.loads(same.stdout)["same"]
     other = command("compare", tmp_path / "a", tmp_path / "c", "--json")
-    assert other.returncode == 1 and not json.loads(other.stdout)["same"]
+    assert other.code == 1 and not json.loads(other.stdout)["same"]
     picture = tmp_path / "picture.png"
     done = command("plot", tmp_path / "a", "head", "-o", picture)
-    assert done.returncode == 0 and picture.stat().st_size > 1000, done.stderr
+    assert done.code == 0 and picture.stat().st_size > 1000, done.stderr
 
 
 def test_a_difference_in_the_second_epoch_is_found_there(tmp_path) -> None:
@@ -208,18 +198,18 @@ def test_two_monitors_of_one_model(tmp_path) -> None:
     assert hooks_of(model) == 0
 
 
-def test_another_process_is_not_disturbed(tmp_path) -> None:
+def test_another_process_is_not_disturbed(tmp_path, forked: Commands) -> None:
     monitor = tap.Monitor(small(), LAYERS, [1], tmp_path, [0])
     code = """
     import sys, tensortap as tap
     from monitor_models import small
     tap.Monitor(small(), ["head"], [1], sys.argv[1], [0])
     """
-    done = script(code, tmp_path)
-    assert done.returncode == 1
+    done = script(forked, code, tmp_path)
+    assert done.code == 1
     assert "RecordingExistsError: Another process is recording to" in done.stderr
     monitor.remove_hooks()
-    assert script(code, tmp_path).returncode == 0
+    assert script(forked, code, tmp_path).code == 0
 
 
 def test_configuration_as_in_the_document(tmp_path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from monitor_models import Returns, batches, files, hooks_of, small, train
 
 import tensortap as tap
+from forked_commands import Commands, Ran
 from tensortap.errors import OptionError
 from tensortap.monitoring.saving import file_names
 
@@ -390,7 +389,7 @@ def test_a_folder_that_cannot_be_written(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("save_format", ["pt", "npy"])
-def test_a_full_disk_is_said_and_training_runs_on(tmp_path, save_format) -> None:
+def test_a_full_disk_is_said_and_training_runs_on(tmp_path, save_format, forked: Commands) -> None:
     """A real limit on the size of files, in a process of its own."""
     code = """
     import resource, signal, sys, warnings
@@ -400,34 +399,27 @@ def test_a_full_disk_is_said_and_training_runs_on(tmp_path, save_format) -> None
     model = small()
     layers = {"head": {"record_type": "epoch_full"}, "layers.0": {}}
     monitor = tap.Monitor(model, layers, [1], sys.argv[1], [0], save_format=sys.argv[2])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = train(model, monitor)
         monitor.remove_hooks()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     print(len(losses), *sorted({str(w.message) for w in caught}), sep=chr(10))
     """
-    done = script(code, tmp_path / "out", save_format)
-    assert done.returncode == 0, done.stderr
+    done = script(forked, code, tmp_path / "out", save_format)
+    assert done.code == 0, done.stderr
     assert done.stdout.startswith("9\n")
     where = tmp_path / "out"
     assert f"The outputs of 'head' could not be saved to {where}: File too large." in done.stdout
     assert files(tmp_path / "out") == []
 
 
-def script(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    here = Path(__file__).parent
-    paths = [str(here), str(Path(tap.__file__).parent.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+def script(forked: Commands, code: str, *words: object) -> Ran:
+    return forked.python(textwrap.dedent(code), *words, paths=[Path(__file__).parent])
 
 
-def test_an_interpreter_that_ends_keeps_what_was_recorded(tmp_path) -> None:
+def test_an_interpreter_that_ends_keeps_what_was_recorded(tmp_path, forked: Commands) -> None:
     code = """
     import sys, tensortap as tap
     from monitor_models import small, train
@@ -438,15 +430,15 @@ def test_an_interpreter_that_ends_keeps_what_was_recorded(tmp_path) -> None:
         raise RuntimeError("the loss is gone")
     """
     for how, status in (("end", "complete"), ("raise", "failed")):
-        done = script(code, tmp_path / how, how)
-        assert done.returncode == (how == "raise"), done.stderr
+        done = script(forked, code, tmp_path / how, how)
+        assert done.code == (how == "raise"), done.stderr
         assert files(tmp_path / how) == ["epoch_head_epoch1.pt"]
         run = tap.open(tmp_path / how, partial=True)
         assert run.manifest.status == status and len(run["head"].records) == 3
     assert run.manifest.failure == "the run raised RuntimeError: the loss is gone"
 
 
-def test_a_killed_process_leaves_its_recording_and_no_scratch(tmp_path) -> None:
+def test_a_killed_process_leaves_its_recording_and_no_scratch(tmp_path, forked: Commands) -> None:
     code = """
     import os, sys, time, tensortap as tap
     from monitor_models import small, train
@@ -457,8 +449,8 @@ def test_a_killed_process_leaves_its_recording_and_no_scratch(tmp_path) -> None:
     time.sleep(2)
     os.kill(os.getpid(), 9)
     """
-    done = script(code, tmp_path / "out")
-    assert done.returncode == -9, done.stderr
+    done = script(forked, code, tmp_path / "out")
+    assert done.code == -9, done.stderr
     assert files(tmp_path / "out", "epoch*") == ["epoch_head_epoch1.pt"]
     assert len(tap.open(tmp_path / "out", partial=True)["head"].records) == 6
     with pytest.warns(tap.TapWarning, match="holds an earlier run: it was moved to"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from watch_truth import (
 )
 
 import tensortap as tap
+from forked_commands import Commands
 
 ALL: dict[str, Any] = {"grads": True, "params": True, "updates": True}
 BLOCKS = ["blocks.0", "blocks.1"]
@@ -413,10 +412,11 @@ watch.close()
     ],
     ids=["nobody closes it", "a child ends", "it raises"],
 )
-def test_how_processes_end(path: Path, end: str, code: int, status: str, count: int) -> None:
-    text = f"PATH = {str(path)!r}\n{SCRIPT}\n{end}"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+def test_how_processes_end(
+    path: Path, end: str, code: int, status: str, count: int, forked: Commands
+) -> None:
+    done = forked.python(f"PATH = {str(path)!r}\n{SCRIPT}\n{end}")
+    assert done.code == code, done.stderr
     run = tap.open(path)
     assert run.manifest.status == status
     assert steps(path) == list(range(count))

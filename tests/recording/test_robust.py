@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
+from forked_commands import Commands
 from tensortap.recording import Manifest, Row, Writer
 
 
@@ -63,15 +64,16 @@ def test_kill_at_any_moment_leaves_every_finished_segment_readable(tmp_path, del
         assert torch.equal(record.tensor(), expected), record
 
 
-def test_an_interpreter_that_ends_without_closing_keeps_what_was_taken(tmp_path) -> None:
+def test_an_interpreter_that_ends_without_closing_keeps_what_was_taken(
+    tmp_path, forked: Commands
+) -> None:
     code = """
         import sys, torch, tensortap as tap
         model = torch.nn.Linear(2, 2)
         rec = tap.record(model, sys.argv[1], layers="all").start()
         model(torch.ones(1, 2))
     """
-    process = python(code, str(tmp_path / "r"))
-    assert process.wait(60) == 0
+    assert forked.python(textwrap.dedent(code), tmp_path / "r").code == 0
     run = tap.open(tmp_path / "r")
     assert (run.status, run.layers) == ("recording", [""])
 
@@ -191,22 +193,21 @@ DISK_FULL = """
 """
 
 
-def test_a_full_disk_is_said_once_and_the_model_runs_on(tmp_path) -> None:
-    process = python(DISK_FULL, str(tmp_path / "r"))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "stopped recording" in out and "File too large" in out and "runs on" in out
+def test_a_full_disk_is_said_once_and_the_model_runs_on(tmp_path, forked: Commands) -> None:
+    done = forked.python(textwrap.dedent(DISK_FULL), tmp_path / "r")
+    assert done.code == 0, done.stderr
+    said = done.stdout
+    assert "stopped recording" in said and "File too large" in said and "runs on" in said
     run = tap.open(tmp_path / "r")
     assert run.status == "failed"
     assert any("File too large" in note for note in run.notes)
     assert not list((tmp_path / "r").glob(".*.tmp"))
 
 
-def test_strict_raises_instead(tmp_path) -> None:
-    process = python(DISK_FULL, str(tmp_path / "r"), "strict")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "RecordingError: tensortap stopped recording" in err
+def test_strict_raises_instead(tmp_path, forked: Commands) -> None:
+    done = forked.python(textwrap.dedent(DISK_FULL), tmp_path / "r", "strict")
+    assert done.code == 1
+    assert "RecordingError: tensortap stopped recording" in done.stderr
 
 
 def test_a_hook_of_ours_that_raises_never_reaches_the_model(
