@@ -7,6 +7,7 @@ is int32; floats come in only when the sum is scaled.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 LIMIT = 127
+_NARROW = 8  # torch 2.13 reads past the end of an int8 product of width 1: narrow ones are int32
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -55,8 +57,8 @@ def product_sums(codes: Tensor, weight: Tensor) -> Tensor:
     """`codes @ weight.T` of int8 [..., k] and [n, k], as int32 sums: exact."""
     if codes.dtype != torch.int8 or weight.dtype != torch.int8:
         raise TypeError(f"int8 codes are multiplied here, got {codes.dtype} and {weight.dtype}")
-    rows = codes.reshape(-1, codes.shape[-1])
-    if rows.shape[-1] > 1 and int8_matmul_is_exact():  # torch 2.13 is wrong at a width of 1
+    rows = codes.reshape(math.prod(codes.shape[:-1]), codes.shape[-1])
+    if rows.shape[-1] >= _NARROW and int8_matmul_is_exact():
         sums = torch._int_mm(rows.contiguous(), weight.t())
     else:
         sums = rows.int() @ weight.int().t()
@@ -71,7 +73,7 @@ def int8_matmul_is_exact() -> bool:
     (-128)² + (-128)² does not fit. Those get a slower product in int32.
     """
     ends = torch.tensor([-128, 127, -127, -128], dtype=torch.int8)
-    for rows, width, columns in ((1, 2, 1), (3, 5, 7), (17, 64, 33)):
+    for rows, width, columns in ((1, 8, 1), (3, 9, 7), (17, 64, 33)):
         a = ends[torch.arange(rows * width) % 4].reshape(rows, width)
         b = ends[torch.arange(columns * width) % 3].reshape(columns, width)
         try:

@@ -50,7 +50,7 @@ class Shape:
 
 
 SHAPES = {"quamba-130m-w8a8": Shape(hidden=768, state=16, vocabulary=50280, segment=128)}
-TINY = Shape(hidden=16, state=4, vocabulary=64, segment=16)
+TINY = Shape(hidden=32, state=4, vocabulary=256, segment=16)
 
 
 def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
