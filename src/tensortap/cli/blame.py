@@ -20,6 +20,7 @@ from .common import (
 )
 from .compare import DIFFERS, FloorOption, MapOption
 from .targeting import (
+    CalibOption,
     DeviceOption,
     DtypeOption,
     InputIdsOption,
@@ -61,6 +62,7 @@ def blame(
     floor: FloorOption = None,
     maps: MapOption = None,
     mode: ModeOption = None,
+    calib: CalibOption = None,
     seq_len: SeqLenOption = None,
     samples: SamplesOption = None,
     device: DeviceOption = None,
@@ -85,6 +87,7 @@ trouble."""
     loaded = chosen_target(
         target,
         mode=mode,
+        calib=calib,
         seq_len=seq_len,
         samples=samples,
         device=device,

@@ -24,6 +24,7 @@ from .common import (
     say,
 )
 from .targeting import (
+    CalibOption,
     DeviceOption,
     DtypeOption,
     InputIdsOption,
@@ -89,6 +90,7 @@ def instrument(
     ] = None,
     overwrite: OverwriteOption = False,
     mode: ModeOption = None,
+    calib: CalibOption = None,
     seq_len: SeqLenOption = None,
     samples: SamplesOption = None,
     device: DeviceOption = None,
@@ -121,6 +123,7 @@ def instrument(
         loaded = chosen_target(
             target,
             mode=mode,
+            calib=calib,
             seq_len=seq_len,
             samples=samples,
             device=device,

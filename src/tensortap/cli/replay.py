@@ -23,6 +23,7 @@ from .common import (
 )
 from .compare import DIFFERS
 from .targeting import (
+    CalibOption,
     DeviceOption,
     DtypeOption,
     InputIdsOption,
@@ -64,6 +65,7 @@ def replay(
     ] = None,
     overwrite: OverwriteOption = False,
     mode: ModeOption = None,
+    calib: CalibOption = None,
     seq_len: SeqLenOption = None,
     samples: SamplesOption = None,
     device: DeviceOption = None,
@@ -84,6 +86,7 @@ def replay(
     loaded = chosen_target(
         target,
         mode=mode,
+        calib=calib,
         seq_len=seq_len,
         samples=samples,
         device=device,

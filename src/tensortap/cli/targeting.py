@@ -82,7 +82,9 @@ CalibOption = Annotated[
         "--calib", metavar="N", help="How many batches calibrate a fake: mode; all, if not given."
     ),
 ]
-ModeOption = Annotated[MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}.")]
+ModeOption = Annotated[
+    MaybeText, typer.Option("--mode", help=f"The variant, {_GIVEN}, or a built-in one.")
+]
 SeqLenOption = Annotated[
     MaybeInt, typer.Option("--seq-len", help=f"The sequence length, {_GIVEN}.")
 ]
