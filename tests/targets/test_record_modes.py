@@ -109,6 +109,7 @@ class TestHere:
         assert open_recording(row.path).manifest.mode == "b"
         with pytest.raises(OptionError, match="no mode 'c' among load, a, batch"):
             found["c"]
+        assert "<td>batch</td>" in found._repr_html_()
         text = str(found)
         assert "recorded" in text and "load: The target" in text
 
@@ -251,6 +252,12 @@ class TestHere:
         assert found["b"].compared["first_divergence"] == "second"
         assert (tmp_path / "runs" / "b" / "comparison.json").is_file()
         assert "first divergence" in str(found)
+        kept = record_modes(
+            target, tmp_path / "runs", modes="good", against=tmp_path / "base" / "a", resume=True
+        )
+        assert [row.status for row in kept] == ["kept", "kept"]
+        assert [(row.compared or {})["same"] for row in kept] == [True, False]
+        assert [(row.compared or {})["first_divergence"] for row in kept] == [None, "second"]
 
 
 class TestResume:

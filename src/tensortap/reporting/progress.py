@@ -126,7 +126,6 @@ class ModesLine(_Line):
         with rich_progress.Progress(
             rich_progress.BarColumn(bar_width=20),
             rich_progress.TextColumn("{task.description}"),
-            rich_progress.TimeElapsedColumn(),
             console=stderr(),
             transient=True,
         ) as bar:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import time
 import traceback
@@ -20,7 +21,8 @@ from typing import Any, Literal
 import torch
 
 from ...errors import OptionError, RecordingExistsError, TapError
-from ...recording.schema import MANIFEST
+from ...recording.reader import Recording
+from ...recording.schema import COMPARISON, MANIFEST
 from ...recording.store import open_store
 from ...taps.programs.base import Options
 from ..running import Outcome, Settings, run_target
@@ -282,7 +284,7 @@ def row_of(
         notes=(*notes, *quiet, *stopped),
         checks=len(recording.manifest.self_checks),
         failed_checks=tuple(outcome.failed_checks),
-        compared=None if comparison is None else _compared(outcome),
+        compared=_compared_before(recording) if comparison is None else _compared(outcome),
     )
 
 
@@ -296,6 +298,23 @@ def _compared(outcome: Outcome) -> dict[str, Any]:
         "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
         "bytes_seen": outcome.seen,
         "bytes_kept": outcome.kept,
+    }
+
+
+def _compared_before(recording: Recording) -> dict[str, Any] | None:
+    """What was found when a recording that is kept was made against another."""
+    if "against" not in recording.manifest.selection:
+        return None
+    try:
+        data = json.loads(open_store(recording.path).read_text(COMPARISON))
+    except (OSError, ValueError):
+        return None
+    first = data.get("first_divergence") or {}
+    return {
+        "same": bool(data.get("same")),
+        "sentence": str(data.get("sentence", "")),
+        "first_divergence": first.get("layer"),
+        "stopped_at": recording.manifest.selection.get("stopped_at"),
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any, Literal
 
 from ...errors import OptionError
+from ...recording.html import table
 
 __all__ = ["ModeStep", "ModesInterrupted", "RecordedMode", "RecordedModes", "Status"]
 
@@ -110,6 +112,14 @@ class RecordedModes:
         from ...reporting.recorded_modes import modes_text
 
         return modes_text(self)
+
+    def _repr_html_(self) -> str:
+        columns = ["mode", "status", "layers", "records", "nbytes", "seconds", "problem"]
+        rows = [
+            ["" if (value := getattr(row, name)) is None else str(value) for name in columns]
+            for row in self.modes
+        ]
+        return f"<p>{escape(self.folder)}</p>" + table(columns, rows)
 
 
 @dataclass(frozen=True)
