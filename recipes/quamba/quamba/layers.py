@@ -6,6 +6,7 @@ the codes, `sums` the int32 sums.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ __all__ = [
     "ConvSums",
     "FloatConv",
     "Int8Conv",
+    "Int8Head",
     "Int8Linear",
     "Operands",
     "ProductSums",
@@ -80,7 +82,6 @@ class Rotate(nn.Module):
 class Int8Linear(nn.Module):
     """A W8A8 linear layer. Takes floats, or (`codes`) int8 codes of its input's scale."""
 
-    weight: Tensor
     weight_scale: Tensor
     input_scale: Tensor
     bias: Tensor | None
@@ -96,7 +97,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = source.weight.detach()
         int8, scale = weight_codes(rotate(weight) if hadamard else weight)
-        self.register_buffer("weight", int8)
+        self.weight = nn.Parameter(int8, requires_grad=False)  # a parameter: its dtype counts
         self.register_buffer("weight_scale", scale)
         self.register_buffer("input_scale", input_scale)
         bias = source.bias
@@ -114,6 +115,23 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.sums(self.codes(x), self.weight).float() * (self.input_scale * self.weight_scale)
         return y if self.bias is None else y + self.bias
+
+
+class Int8Head(nn.Module):
+    """The language head in W8A8.
+
+    transformers casts the head's input to the dtype of its `weight`, which would cut the floats to
+    whole numbers: so the int8 weight lies one level deeper.
+    """
+
+    def __init__(self, source: nn.Linear, input_scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0), persistent=False)
+        self.linear = Int8Linear(source, input_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
 
 
 class StepProjection(nn.Linear):
@@ -139,7 +157,6 @@ class Int8Conv(nn.Module):
     `float`. Without a static `input_scale` the input's own is taken.
     """
 
-    weight: Tensor
     weight_scale: Tensor
     bias: Tensor | None
     output_scale: Tensor
@@ -149,7 +166,7 @@ class Int8Conv(nn.Module):
     ) -> None:
         super().__init__()
         codes, scale = weight_codes(source.weight)
-        self.register_buffer("weight", codes)
+        self.weight = nn.Parameter(codes, requires_grad=False)
         self.register_buffer("weight_scale", scale)
         bias = source.bias
         self.register_buffer("bias", None if bias is None else bias.detach().float().clone())

@@ -19,7 +19,7 @@ from tensortap.errors import TargetError
 
 from .calibration import Calibration
 from .integers import int8_matmul_is_exact
-from .layers import Int8Linear
+from .layers import Int8Head
 from .mixer import float_mixer, int8_mixer
 from .mode_config import ModeConfig
 
@@ -147,7 +147,7 @@ def in_mode(source: Any, mode: ModeConfig, found: Calibration | None = None) -> 
         int8_matmul_is_exact()  # asked once, here: a forward that looks at values cannot be planned
         for block, scales in zip(source.backbone.layers, found.layers, strict=True):
             copies[id(block.mixer)] = int8_mixer(block.mixer, mode, scales, hadamard=found.hadamard)
-        copies[id(source.lm_head)] = Int8Linear(source.lm_head, found.head)
+        copies[id(source.lm_head)] = Int8Head(source.lm_head, found.head)
     model: Any = copy.deepcopy(source, copies)
     if mode.dtype == "fp16":
         model = model.half()
