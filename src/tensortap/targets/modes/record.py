@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
 import time
 import traceback
@@ -20,28 +19,21 @@ from typing import Any, Literal
 
 import torch
 
-from ...errors import OptionError, RecordingExistsError, TapError
-from ...recording.reader import Recording
-from ...recording.schema import COMPARISON, MANIFEST
-from ...recording.store import open_store
+from ...errors import OptionError
 from ...taps.programs.base import Options
-from ..running import Outcome, Settings, run_target
+from ..running import Settings, run_target
 from ..target import Target
 from . import worker
-from .declared import folder_name, mode_names
+from .declared import mode_names
+from .places import left_from_before, places_of
 from .request import Request
 from .results import ModesInterrupted, ModeStep, RecordedMode, RecordedModes
-from .resume import look
+from .rows import earlier_row, problem_of, row_of
 from .surroundings import Surroundings, cuda_in_use
 
-__all__ = ["Progress", "places_of", "record_modes", "record_one", "row_of", "run_request"]
+__all__ = ["Progress", "record_modes", "record_one", "run_request"]
 
 Progress = Callable[[ModeStep], None]
-_COMPARISONS = "comparisons"  # what `compare` and `summary` write beside the modes
-_STOPPED = (
-    "Each forward was stopped behind '{}', the last call that was asked for. "
-    "--no-early-stop runs on."
-)
 
 
 def record_modes(
@@ -165,7 +157,7 @@ def run_request(
         try:
             if resume and not overwrite:
                 for mode, path in places.items():
-                    row = _earlier(request, mode, path)
+                    row = earlier_row(request, mode, path)
                     if row is not None:
                         rows[mode] = row
                         tell(mode, row.status)
@@ -189,41 +181,6 @@ def run_request(
     return RecordedModes(folder, tuple(rows[mode] for mode in names), tuple(notes))
 
 
-def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str]:
-    """The folder of each mode; two modes in one, or a folder that is taken, is refused."""
-    places: dict[str, str] = {}
-    owners: dict[str, str] = {}
-    for mode in modes:
-        name = folder_name(mode)
-        if name == _COMPARISONS:
-            raise OptionError(
-                f"The mode {mode!r} would lie in {folder}/{name}, where comparisons of modes go. "
-                "Give it another name."
-            )
-        if name in owners:
-            raise OptionError(
-                f"The modes {owners[name]!r} and {mode!r} would both lie in {folder}/{name}. "
-                "Record them into different folders."
-            )
-        owners[name] = mode
-        places[mode] = f"{folder}{'' if folder.endswith('/') else '/'}{name}"
-    if MANIFEST in open_store(folder).names():
-        raise RecordingExistsError(
-            f"{folder} is a recording itself, and modes lie side by side in a folder that is none. "
-            "Choose another folder."
-        )
-    taken = [path for path in places.values() if MANIFEST in open_store(path).names()]
-    if taken and free:
-        one = len(taken) == 1
-        raise RecordingExistsError(
-            f"{', '.join(taken)} already {'holds a recording' if one else 'hold recordings'}. "
-            "Go on with what is missing with --resume (resume=True in Python), replace "
-            f"{'it' if one else 'them'} with --overwrite (overwrite=True), or choose another "
-            "folder."
-        )
-    return places
-
-
 def record_one(
     request: Request,
     mode: str,
@@ -242,106 +199,12 @@ def record_one(
     except (Exception, SystemExit) as error:  # whatever a mode does, the others go on
         if os.environ.get("TENSORTAP_TRACEBACK"):
             traceback.print_exc()
-        notes = () if loaded else _left_from_before(path)
-        row = RecordedMode(mode, path, "failed", problem=_problem(error), notes=notes)
+        notes = () if loaded else left_from_before(path)
+        row = RecordedMode(mode, path, "failed", problem=problem_of(error), notes=notes)
     model = _watched(loaded[0].model) if loaded else None
     loaded.clear()
     _free(model)
     return replace(row, seconds=time.monotonic() - began)
-
-
-def _left_from_before(path: str) -> tuple[str, ...]:
-    """A mode that failed before anything was written leaves an older recording where it was."""
-    try:
-        if MANIFEST not in open_store(path).names():
-            return ()
-    except (TapError, OSError):
-        return ()
-    return (f"What an earlier run recorded to {path} is still there.",)
-
-
-def row_of(
-    outcome: Outcome,
-    mode: str,
-    *,
-    notes: Sequence[str] = (),
-    status: Literal["recorded", "kept"] = "recorded",
-) -> RecordedMode:
-    """What is in a recording, as a row."""
-    recording = outcome.recording
-    quiet = [text for text in recording.notes if not text.startswith("Self-check failed:")]
-    behind = recording.manifest.selection.get("stopped_behind")
-    stopped = [_STOPPED.format(behind)] if behind else []
-    comparison = outcome.comparison
-    return RecordedMode(
-        mode=mode,
-        path=recording.path,
-        status=status,
-        seconds=outcome.seconds,
-        layers=len(recording),
-        records=len(recording.records),
-        nbytes=recording.nbytes,
-        notes=(*notes, *quiet, *stopped),
-        checks=len(recording.manifest.self_checks),
-        failed_checks=tuple(outcome.failed_checks),
-        compared=_compared_before(recording) if comparison is None else _compared(outcome),
-    )
-
-
-def _compared(outcome: Outcome) -> dict[str, Any]:
-    comparison = outcome.comparison
-    first = comparison.first_divergence
-    return {
-        "same": comparison.same,
-        "sentence": comparison.sentence,
-        "first_divergence": None if first is None else first.layer,
-        "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
-        "bytes_seen": outcome.seen,
-        "bytes_kept": outcome.kept,
-    }
-
-
-def _compared_before(recording: Recording) -> dict[str, Any] | None:
-    """What was found when a recording that is kept was made against another."""
-    if "against" not in recording.manifest.selection:
-        return None
-    try:
-        data = json.loads(open_store(recording.path).read_text(COMPARISON))
-    except (OSError, ValueError):
-        return None
-    first = data.get("first_divergence") or {}
-    return {
-        "same": bool(data.get("same")),
-        "sentence": str(data.get("sentence", "")),
-        "first_divergence": first.get("layer"),
-        "stopped_at": recording.manifest.selection.get("stopped_at"),
-    }
-
-
-def _earlier(request: Request, mode: str, path: str) -> RecordedMode | None:
-    """The row of a mode that is there already; None where it is to be made."""
-    try:
-        found = look(path, request.made_with(mode))
-    except (TapError, OSError) as error:
-        return RecordedMode(mode, path, "failed", problem=_problem(error))
-    if found.problem is not None:
-        return RecordedMode(mode, path, "failed", problem=found.problem)
-    if found.recording is None:
-        return None
-    return row_of(Outcome(found.recording, 0.0), mode, notes=found.notes, status="kept")
-
-
-def _problem(error: BaseException) -> str:
-    """What went wrong, in a sentence."""
-    if isinstance(error, TapError):
-        return str(error)
-    if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror or error}."
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    message = " ".join(str(error).split()) or "no message"
-    return f"{type(error).__name__}: {message}{place}. Set TENSORTAP_TRACEBACK=1 for the traceback."
 
 
 def _watched(model: object) -> weakref.ref[object] | None:

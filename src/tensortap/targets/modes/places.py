@@ -1,0 +1,59 @@
+"""Where modes are recorded to: a folder each, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import OptionError, RecordingExistsError, TapError
+from ...recording.schema import MANIFEST
+from ...recording.store import open_store
+from .declared import folder_name
+
+__all__ = ["left_from_before", "places_of"]
+
+_COMPARISONS = "comparisons"  # what `compare` and `summary` write beside the modes
+
+
+def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str]:
+    """The folder of each mode; two modes in one, or a folder that is taken, is refused."""
+    places: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for mode in modes:
+        name = folder_name(mode)
+        if name == _COMPARISONS:
+            raise OptionError(
+                f"The mode {mode!r} would lie in {folder}/{name}, where comparisons of modes go. "
+                "Give it another name."
+            )
+        if name in owners:
+            raise OptionError(
+                f"The modes {owners[name]!r} and {mode!r} would both lie in {folder}/{name}. "
+                "Record them into different folders."
+            )
+        owners[name] = mode
+        places[mode] = f"{folder}{'' if folder.endswith('/') else '/'}{name}"
+    if MANIFEST in open_store(folder).names():
+        raise RecordingExistsError(
+            f"{folder} is a recording itself, and modes lie side by side in a folder that is none. "
+            "Choose another folder."
+        )
+    taken = [path for path in places.values() if MANIFEST in open_store(path).names()]
+    if taken and free:
+        one = len(taken) == 1
+        raise RecordingExistsError(
+            f"{', '.join(taken)} already {'holds a recording' if one else 'hold recordings'}. "
+            "Go on with what is missing with --resume (resume=True in Python), replace "
+            f"{'it' if one else 'them'} with --overwrite (overwrite=True), or choose another "
+            "folder."
+        )
+    return places
+
+
+def left_from_before(path: str) -> tuple[str, ...]:
+    """A mode that failed before anything was written leaves an older recording where it was."""
+    try:
+        if MANIFEST not in open_store(path).names():
+            return ()
+    except (TapError, OSError):
+        return ()
+    return (f"What an earlier run recorded to {path} is still there.",)

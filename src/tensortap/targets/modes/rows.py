@@ -1,0 +1,108 @@
+"""From a recording, or from what went wrong, to a mode's row."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ...errors import TapError
+from ...recording.reader import Recording
+from ...recording.schema import COMPARISON
+from ...recording.store import open_store
+from ..running import Outcome
+from .request import Request
+from .results import RecordedMode
+from .resume import look
+
+__all__ = ["earlier_row", "problem_of", "row_of"]
+
+_STOPPED = (
+    "Each forward was stopped behind '{}', the last call that was asked for. "
+    "--no-early-stop runs on."
+)
+
+
+def row_of(
+    outcome: Outcome,
+    mode: str,
+    *,
+    notes: Sequence[str] = (),
+    status: Literal["recorded", "kept"] = "recorded",
+) -> RecordedMode:
+    """What is in a recording, as a row."""
+    recording = outcome.recording
+    quiet = [text for text in recording.notes if not text.startswith("Self-check failed:")]
+    behind = recording.manifest.selection.get("stopped_behind")
+    stopped = [_STOPPED.format(behind)] if behind else []
+    comparison = outcome.comparison
+    return RecordedMode(
+        mode=mode,
+        path=recording.path,
+        status=status,
+        seconds=outcome.seconds,
+        layers=len(recording),
+        records=len(recording.records),
+        nbytes=recording.nbytes,
+        notes=(*notes, *quiet, *stopped),
+        checks=len(recording.manifest.self_checks),
+        failed_checks=tuple(outcome.failed_checks),
+        compared=_compared_before(recording) if comparison is None else _compared(outcome),
+    )
+
+
+def _compared(outcome: Outcome) -> dict[str, Any]:
+    comparison = outcome.comparison
+    first = comparison.first_divergence
+    return {
+        "same": comparison.same,
+        "sentence": comparison.sentence,
+        "first_divergence": None if first is None else first.layer,
+        "stopped_at": outcome.recording.manifest.selection.get("stopped_at"),
+        "bytes_seen": outcome.seen,
+        "bytes_kept": outcome.kept,
+    }
+
+
+def _compared_before(recording: Recording) -> dict[str, Any] | None:
+    """What was found when a recording that is kept was made against another."""
+    if "against" not in recording.manifest.selection:
+        return None
+    try:
+        data = json.loads(open_store(recording.path).read_text(COMPARISON))
+    except (OSError, ValueError):
+        return None
+    first = data.get("first_divergence") or {}
+    return {
+        "same": bool(data.get("same")),
+        "sentence": str(data.get("sentence", "")),
+        "first_divergence": first.get("layer"),
+        "stopped_at": recording.manifest.selection.get("stopped_at"),
+    }
+
+
+def earlier_row(request: Request, mode: str, path: str) -> RecordedMode | None:
+    """The row of a mode that is there already; None where it is to be made."""
+    try:
+        found = look(path, request.made_with(mode))
+    except (TapError, OSError) as error:
+        return RecordedMode(mode, path, "failed", problem=problem_of(error))
+    if found.problem is not None:
+        return RecordedMode(mode, path, "failed", problem=found.problem)
+    if found.recording is None:
+        return None
+    return row_of(Outcome(found.recording, 0.0), mode, notes=found.notes, status="kept")
+
+
+def problem_of(error: BaseException) -> str:
+    """What went wrong, in a sentence."""
+    if isinstance(error, TapError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror or error}."
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    message = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {message}{place}. Set TENSORTAP_TRACEBACK=1 for the traceback."
