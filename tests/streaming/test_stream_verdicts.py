@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,33 +50,49 @@ def named(bugs: list[Bug]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bug", bugs, ids=lambda bug: bug.name.replace(" ", "-"))
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A recording of the model before a bug is planted: one for all bugs."""
+
+    @cache
+    def record(dtype: torch.dtype, inputs: bool, count: int) -> Path:
+        path = tmp_path_factory.mktemp("sound") / "run"
+        model = make_model().to(dtype)
+        with torch.no_grad(), tap.record(model, path, layers="all", inputs=inputs) as rec:
+            for seed in range(count):
+                model(make_inputs(seed))
+                rec.step()
+        return path
+
+    return record
+
+
 @named(list(BUGS))
-def test_planted_bugs_in_fp32(bug: Bug, run: Run) -> None:
-    model, ids = make_model(), make_inputs()
-    broken = plant(model, bug)
-    reference = run(model, ids, layers="all", inputs=True)
-    live = run(broken, ids, layers="all", inputs=True, against=reference.path)
+def test_planted_bugs_in_fp32(bug: Bug, run: Run, sound: Callable[..., Path]) -> None:
+    ids, reference = make_inputs(), sound(torch.float32, inputs=True, count=1)
+    broken = plant(make_model(), bug)
+    live = run(broken, ids, layers="all", inputs=True, against=reference)
     full = run(broken, ids, layers="all", inputs=True)
-    same_answer(live.comparison, tap.compare(reference.path, full.path))
+    same_answer(live.comparison, tap.compare(reference, full.path))
     assert live.comparison.first_divergence is not None
     assert live.comparison.first_divergence.layer == bug.layer
 
 
 @named([bug for bug in BUGS if bug.in_bf16][::3])
 @pytest.mark.parametrize("inputs", [True, False])
-def test_planted_bugs_in_bf16_over_several_batches(bug: Bug, inputs: bool, run: Run) -> None:
+def test_planted_bugs_in_bf16_over_several_batches(
+    bug: Bug, inputs: bool, run: Run, sound: Callable[..., Path]
+) -> None:
     batches = [make_inputs(seed) for seed in range(3)]
     options = {"layers": "all", "inputs": inputs}
-    reference = run(make_model(), *batches, **options)
-    half = make_model().to(torch.bfloat16)
-    floor = run(half, *batches, **options)
-    broken = plant(half, bug)
-    live = run(broken, *batches, against=reference.path, floor=floor.path, **options)
+    reference = sound(torch.float32, inputs=inputs, count=3)
+    floor = sound(torch.bfloat16, inputs=inputs, count=3)
+    broken = plant(make_model().to(torch.bfloat16), bug)
+    live = run(broken, *batches, against=reference, floor=floor, **options)
     full = run(broken, *batches, **options)
-    after = tap.compare(reference.path, full.path, floor=floor.path)
-    same_answer(live.comparison, after)
-    estimated = run(broken, *batches, against=reference.path, **options)
-    same_answer(estimated.comparison, tap.compare(reference.path, full.path))
+    same_answer(live.comparison, tap.compare(reference, full.path, floor=floor))
+    estimated = run(broken, *batches, against=reference, **options)
+    same_answer(estimated.comparison, tap.compare(reference, full.path))
 
 
 class Awkward(nn.Module):
