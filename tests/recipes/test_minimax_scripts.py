@@ -165,6 +165,7 @@ import torch
 from dataclasses import asdict
 from minimax import model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedTokenizerFast
 
 torch.manual_seed(3)
@@ -173,6 +174,9 @@ MiniMaxM2ForCausalLM(config).save_pretrained("checkpoint")
 words = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 7, "world": 9}, unk_token="<unk>"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained("checkpoint")
+dense = LlamaConfig(vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+                    num_attention_heads=2)
+LlamaForCausalLM(dense).to(torch.bfloat16).save_pretrained("dense")
 """
 
 
@@ -212,6 +216,10 @@ def test_a_checkpoint_of_ones_own(fresh: Reader) -> None:
     weights.rename(weights.with_name("pytorch_model.bin"))
     ran = fresh.type("python test_layer_by_layer_gpu.py --model-path checkpoint --prompt '\x01'")
     assert ran.code == 2 and "a pickle" in ran.err and "Traceback" not in ran.err
+    # Any architecture will do, in the dtype it was saved in.
+    ran = fresh.type("python test_layer_by_layer.py --model-path dense --output-dir dense/out")
+    assert ran.code == 0, ran.err
+    assert torch.load(fresh.folder / "dense" / "out" / "layer_1_output.pt").dtype == torch.bfloat16
 
 
 def test_experts_go_one_by_one_where_groups_cannot_be_multiplied(minimax: Reader) -> None:

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, jit
 
 import tensortap as tap
 from tensortap.errors import OptionError, TargetError
 from tensortap.taps.programs.opaque.manifest import Manifest, digest, manifest_path
 
-from .model import LAYERS, Chosen
+from .model import LAYERS, Chosen, experts_of
 
 __all__ = ["Artefact", "compile_model", "find_compiled", "interpreted"]
 
+_JIT: Any = jit  # untyped in torch
 _CLOSE = 1e-5
 _SECOND = 20_011  # the seed of the second prompt
 _UNLIKE = "The compiled model does not compute what the eager one does:"
@@ -62,7 +63,7 @@ def compile_model(wanted: Chosen, target: tap.Target, folder: Path) -> Artefact:
     model, batch = target.model, target.batches[0]
     _keep_the_choice(model)
     written = write(ModuleSource(model, (), batch.kwargs, list(LAYERS)), file, overwrite=True)
-    script: Any = torch.jit.load(str(file))
+    script = _JIT.load(str(file))
     _prove(model, script, batch.kwargs["input_ids"])
     weights = target.notes[0] if target.notes else str(wanted.checkpoint)
     known = {
@@ -105,7 +106,7 @@ def find_compiled(wanted: Chosen, folder: Path) -> Artefact:
     if [part.digest for part in manifest.parts] != [digest(file)]:
         raise TargetError(f"'{file}' is another file than the one its manifest is of. {again}")
     try:
-        script: Any = torch.jit.load(str(file))
+        script = _JIT.load(str(file))
     except RuntimeError as error:
         raise TargetError(f"'{file}' cannot be loaded: {_line(error)} {again}") from error
     return Artefact(script, file, manifest.layers, config, str(weights))
@@ -114,7 +115,7 @@ def find_compiled(wanted: Chosen, folder: Path) -> Artefact:
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Run TorchScript without optimising it first, which takes longer than a few runs gain."""
-    with torch.jit.optimized_execution(False), torch.no_grad():
+    with _JIT.optimized_execution(False), torch.no_grad():
         yield
 
 
@@ -135,9 +136,9 @@ def _told(model: dict[str, Any]) -> str:
 
 def _keep_the_choice(model: Any) -> None:
     """Experts that loop over the chosen ones would be traced with the choice of one prompt."""
-    chosen: Callable[[], dict[str, str]] | None = getattr(model, "get_experts_implementation", None)
-    if chosen is not None and chosen().get("") == "eager":
-        model.set_experts_implementation("grouped_mm")
+    if experts_of(model) == "eager":
+        with suppress(ValueError):  # a model without experts, or whose experts have one way alone
+            model.set_experts_implementation("grouped_mm")
 
 
 def _prove(model: Any, script: Any, ids: Tensor) -> None:

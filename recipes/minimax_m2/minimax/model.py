@@ -17,7 +17,7 @@ from tensortap.targets.load import load_target
 
 from .prompt import PROMPT, VOCABULARY, Tokens, tokens_of
 
-__all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "tokens"]
+__all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "experts_of", "tokens"]
 
 LAYERS = ("embedding", "blocks", "final_norm")
 
@@ -88,8 +88,7 @@ def build_target(wanted: Chosen, given: Tokens, device: str = "cpu") -> Target:
     model = target.model.to(device).eval().requires_grad_(False)
     model.config.use_cache = False  # a cache among the outputs can be neither traced nor compared
     notes = list(target.notes)
-    implementation = getattr(model, "get_experts_implementation", dict)().get("")
-    if implementation == "grouped_mm" and not can_group(device, model.dtype):
+    if experts_of(model) == "grouped_mm" and not can_group(device, model.dtype):
         model.set_experts_implementation("eager")
         notes.append(f"{device} cannot multiply experts in groups as {model.dtype}: one by one.")
     return replace(
@@ -100,6 +99,12 @@ def build_target(wanted: Chosen, given: Tokens, device: str = "cpu") -> Target:
         prompt=[given.prompt],
         config=json.loads(json.dumps(model.config.to_dict(), default=str)),
     )
+
+
+def experts_of(model: Any) -> str | None:
+    """How transformers multiplies tokens with their experts; None where a model has no choice."""
+    ask = getattr(model, "get_experts_implementation", None)
+    return None if ask is None else ask().get("")
 
 
 def can_group(device: str, dtype: torch.dtype) -> bool:
@@ -119,12 +124,15 @@ def can_group(device: str, dtype: torch.dtype) -> bool:
 
 def _seeded(wanted: Chosen) -> Target:
     try:
-        from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM
-    except ImportError as error:
+        import transformers
+
+        kind: Any = transformers.MiniMaxM2ForCausalLM
+        settings: Any = transformers.MiniMaxM2Config
+    except (ImportError, AttributeError) as error:
         raise MissingExtraError(
             "transformers in a version with MiniMaxM2ForCausalLM", "hf", "The built-in model"
         ) from error
-    config = MiniMaxM2Config(
+    config = settings(
         **asdict(wanted.widths),
         vocab_size=VOCABULARY,
         num_hidden_layers=62,
@@ -141,7 +149,7 @@ def _seeded(wanted: Chosen) -> Target:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(wanted.seed)
-        model = MiniMaxM2ForCausalLM(config)
+        model = kind(config)
     note = f"The weights are random, by seed {wanted.seed}; --model-path DIR takes a checkpoint."
     return Target(model, {}, name="minimax_m2", notes=(note,))
 
