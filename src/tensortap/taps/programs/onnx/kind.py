@@ -1,7 +1,7 @@
 """ONNX models on ONNX Runtime.
 
 Values of a graph become outputs by being named as such; what a layer returned is read off the
-scopes that the exporter left (`onnx_scopes`, `onnx_layers`). A quantised model has lost most of
+scopes that the exporter left (`scopes`, `layers`). A quantised model has lost most of
 them, but kept the names of values: its float twin says which are whose.
 """
 
@@ -36,7 +36,8 @@ from .files import Loaded, check_operators, load, of_object, require
 from .graph import Block, read_blocks
 from .layers import Call, Layers, read_layers, settle_guesses
 from .linears import Linear, find_linears
-from .scopes import read_scopes
+from .marked import from_metadata, is_marked
+from .named import from_names
 from .session import DTYPES, arguments_of, fed, open_session, run_names, run_session
 from .taps import Wanted, with_outputs
 from .twins import renamed
@@ -283,7 +284,7 @@ def _understood(loaded: Loaded, options: Options) -> tuple[list[Block], Layers]:
     model = loaded.model
     blocks = read_blocks(model.graph, _typed(model).graph)
     owners = _owners(model)
-    scopes = read_scopes(blocks, owners)
+    scopes = from_metadata(blocks, owners) if is_marked(blocks) else from_names(blocks)
     layers = read_layers(blocks, scopes, owners)
     settle_guesses(layers, accepted=options.accept_inferred)
     add_by_names(layers, blocks, scopes.rewritten)
