@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import tensortap as tap
 from tensortap.errors import OptionError, SelectionError
 from tensortap.taps.programs.base import Argument, HeardCall, Place, Run, Runner
-from tensortap.taps.programs.state import aligned_copies
+from tensortap.taps.programs.state import copied
 
 
 @dataclass
@@ -240,7 +239,7 @@ def test_copies_of_inputs_lie_in_memory_as_they_do(tmp_path: Path) -> None:
     with safe_open(tmp_path / "inputs.safetensors", "pt") as file:
         given = {key: file.get_tensor(key) for key in tensors}
         value = {**given, "odd": room[1:9], "shared": [room[11:20], room[12:14]]}
-        found = copy.deepcopy(value, aligned_copies(value))
+        found = copied(value)
         for key in (*tensors, "odd"):
             assert torch.equal(found[key], value[key])
             assert found[key].data_ptr() % 64 == value[key].data_ptr() % 64

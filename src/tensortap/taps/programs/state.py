@@ -5,6 +5,7 @@ The self-check runs a model once more than its user does, and that run must leav
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from ..leaves import flatten
 from .base import Program
 
-__all__ = ["State", "aligned_copies", "restore"]
+__all__ = ["State", "copied", "restore"]
 
 _LINE = 64  # bytes; what torch allocates begins at a multiple
 
@@ -40,7 +41,19 @@ class State:
             restore(buffer, kept)
 
 
-def aligned_copies(value: Any) -> dict[int, Any]:
+def copied(value: Any) -> Any:
+    """The same inputs once more, so that a model that writes into them finds them unwritten.
+
+    They lie in memory as the first do: by the alignment torch chooses how it adds up. None where
+    they cannot be copied.
+    """
+    try:
+        return copy.deepcopy(value, _aligned_copies(value))
+    except Exception:  # whatever a user hands to a model may refuse to be copied
+        return None
+
+
+def _aligned_copies(value: Any) -> dict[int, Any]:
     """For deepcopy: copies of the tensors that it would not copy as they are.
 
     A file that is mapped into memory has its tensors anywhere, and not where torch's own begin;

@@ -8,7 +8,6 @@ and whether the tapped model is still the model.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from ..unseen import unseen
 from .base import HeardCall, Leaves, Options, Place, Program, Run, Runner
 from .selfcheck import SelfCheck, check_leaves, check_linear
 from .skeleton import skeleton
-from .state import State, aligned_copies
+from .state import State, copied
 
 __all__ = ["REFUSED", "ProgramTap", "joined"]
 
@@ -287,7 +286,7 @@ class ProgramTap:
                 f"the model's state ({reason})."
             )
             return None
-        again, later = _copied((args, dict(kwargs))), _copied((args, dict(kwargs)))
+        again, later = copied((args, dict(kwargs))), copied((args, dict(kwargs)))
         if again is None or later is None:
             self._note(
                 f"Whether taps change the output{where} was not checked: the inputs cannot be "
@@ -406,17 +405,6 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Leaves:
         found = [pair for i, item in enumerate(args) for pair in flatten(item, f"[{i}]")]
         found += [pair for key, item in kwargs.items() for pair in flatten(item, f"[{key!r}]")]
     return [(leaf, tensor.detach().clone()) for leaf, tensor in found if tensor is not None]
-
-
-def _copied(value: Any) -> Any:
-    """The same inputs once more, so that a model that writes into them finds them unwritten.
-
-    They lie in memory as the first do: by the alignment torch chooses how it adds up.
-    """
-    try:
-        return copy.deepcopy(value, aligned_copies(value))
-    except Exception:  # whatever a user hands to a model may refuse to be copied
-        return None
 
 
 def _leaves(output: Any) -> Leaves:

@@ -7,7 +7,6 @@ their own outputs must agree, or they are not the same model.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from ..base import Argument, Place, Run, Runner
 from ..selfcheck import SelfCheck, check_output
+from ..state import copied
 from .manifest import Manifest
 from .output import heard
 from .program import Call, OpaqueProgram
@@ -67,7 +67,8 @@ class SplitProgram:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Run:
-        given = [_copied(args, kwargs) for _ in parts[1:]]  # a model may write into its inputs
+        asked = (args, dict(kwargs))
+        given = [copied(asked) or asked for _ in parts[1:]]  # a model may write into its inputs
         state = torch.get_rng_state()
         output, taps = parts[0].taps(args, kwargs)
         found = dict(zip(_keys(parts[0]), taps, strict=True))
@@ -111,11 +112,3 @@ def _key(entry: Any) -> tuple[str, str, int]:
 
 def _keys(part: OpaqueProgram) -> list[tuple[str, str, int]]:
     return [_key(entry) for entry in part.manifest.entries] if part.manifest else []
-
-
-def _copied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    try:
-        copied: tuple[Any, dict[str, Any]] = copy.deepcopy((args, dict(kwargs)))
-    except Exception:  # whatever a user hands to a model may refuse to be copied
-        return args, dict(kwargs)
-    return copied
