@@ -93,6 +93,28 @@ def neuron(traced: str) -> NeuronMiniMaxM2ForCausalLM:
     return model
 
 
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_a_layer_of_a_part_that_cannot_be_recorded_goes_by_its_whole_name(tmp_path: Path) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.part = torch.jit.script(Spare())
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.part(x)
+
+    wanted = "'part.spare' cannot be recorded: the compiled model never calls it"
+    with pytest.raises(SelectionError, match=wanted):
+        tap.record(Holder(), tmp_path / "run", layers="part.spare").start()
+
+
 def test_the_document_s_own_object_is_recorded_layer_by_layer(
     neuron: NeuronMiniMaxM2ForCausalLM, demo: Any, tmp_path: Path
 ) -> None:

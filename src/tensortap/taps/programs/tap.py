@@ -157,9 +157,9 @@ class ProgramTap:
         wanted = [layers] if isinstance(layers, str) else list(layers)
         named = {part for text in wanted for part in split(text)} - set(WORDS)
         for place in places:
-            why = self._why_lost(place)
-            if why is not None and joined(self.prefix, place.name) in named:
-                raise SelectionError(f"The layer '{place.name}' cannot be recorded: {why}.")
+            why, name = self._why_lost(place), joined(self.prefix, place.name)
+            if why is not None and name in named:
+                raise SelectionError(f"The layer '{name}' cannot be recorded: {why}.")
         lost = [place for place in places if self._why_lost(place)]
         if alone and places and len(lost) == len(places):
             raise SelectionError(
