@@ -24,6 +24,8 @@ from quamba.model import TINY, seeded
 from quamba.paths import path_difference, path_text
 from quamba.target import DEFAULT_DIR, build
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import profile
 from transformers import MambaConfig, MambaForCausalLM
 
 MIXER = "backbone.layers.0.mixer"
@@ -372,3 +374,20 @@ def test_a_cache_is_refused() -> None:
         model(ids, use_cache=True)
     with pytest.raises(TapError, match="attention mask"):
         model(ids, attention_mask=torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("mode", ["fp32", "0", "2-1"])
+def test_a_rehearsal_counts_every_call_without_every_step(mode: str) -> None:
+    """On shapes alone: a state a segment, and the layer's output has its shape and dtype."""
+    target = tiny(mode, samples=1, seq_len=100)
+    mixer = target.model.get_submodule(MIXER)
+    states, shapes = [], []
+    mixer.scan.state.register_forward_hook(lambda *_: states.append(1))
+    mixer.register_forward_hook(lambda _, __, output: shapes.append((output.shape, output.dtype)))
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake, profile() as seen:
+        ids = fake.from_tensor(target.batches[0].kwargs["input_ids"])
+        mixer(target.model.backbone.embeddings(ids))
+    assert len(states) == 7, "segments of 16"
+    assert shapes == [((1, 100, TINY.hidden), torch.float32)]
+    products = [event for event in seen.events() if event.name == "aten::bmm"]
+    assert 7 <= len(products) < 20, "one of a hundred steps a segment, and linear layers"

@@ -16,7 +16,7 @@ is the same in exact arithmetic differs in the last bits: `paths.path_difference
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +63,7 @@ class FloatScan(nn.Module):
         steps = F.softplus(dt.transpose(1, 2))
         state = torch.zeros(*u.shape[:2], A.shape[-1], dtype=u.dtype)
         outputs: list[Tensor] = []
-        length = u.shape[-1]
-        for start in range(0, length, self.segment):
-            end = min(start + self.segment, length)
+        for start, end, length in _segments(u, u.shape[-1], self.segment):
             for first in range(start, end, _AT_ONCE):
                 now = slice(first, min(first + _AT_ONCE, end))
                 # Time in front, so that each step lies in one piece.
@@ -77,6 +75,7 @@ class FloatScan(nn.Module):
                 for index in range(now.stop - now.start):
                     state = decay[index] * state + fed[index]
                     outputs.append(_read(state.to(u.dtype), c[index]))
+            outputs += outputs[-1:] * (length - (end - start))
             state = self._handed_on(state)
         y = torch.stack(outputs, dim=-1) + u * D.float()[None, :, None]
         return (y * F.silu(z)).transpose(1, 2)
@@ -128,16 +127,27 @@ class FusedScan(nn.Module):
         state = torch.zeros(batch, A.shape[0], inner)  # channels last: the longest runs
         decay = torch.empty_like(state)
         y = torch.empty(batch, length, inner)
-        for t in range(length):
-            torch.mul(steps[:, t, None], A, out=decay)
-            state.mul_(decay.exp_()).addcmul_(fed[:, t, None], b[:, t, :, None])
-            torch.bmm(c[:, t, None], state, out=y[:, t, None])
-            if (t + 1) % self.segment == 0 or t + 1 == length:
-                kept = self.state(state.transpose(1, 2) * unit)
-                state = kept.transpose(1, 2).float() * (self.state.scale / unit)
+        for start, end, _ in _segments(u, length, self.segment):
+            for t in range(start, end):
+                torch.mul(steps[:, t, None], A, out=decay)
+                state.mul_(decay.exp_()).addcmul_(fed[:, t, None], b[:, t, :, None])
+                torch.bmm(c[:, t, None], state, out=y[:, t, None])
+            kept = self.state(state.transpose(1, 2) * unit)
+            state = kept.transpose(1, 2).float() * (self.state.scale / unit)
         y.mul_(unit * scale["C"])
         y.addcmul_(codes, D.float() * (scale["u"] * scale["D"]))
         return y.mul_(F.silu(dequantise(z, scale["z"])))
+
+
+def _segments(u: Tensor, length: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Where each segment starts, up to where it is computed, and its length.
+
+    That is its end, but for tensors that have shapes alone: a recording is rehearsed on such
+    ones, and thousands of steps would tell it nothing that the first does not.
+    """
+    for start in range(0, length, size):
+        end = min(start + size, length)
+        yield start, start + 1 if type(u).__name__ == "FakeTensor" else end, end - start
 
 
 def _read(state: Tensor, c: Tensor) -> Tensor:
