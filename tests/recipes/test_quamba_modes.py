@@ -390,4 +390,4 @@ def test_a_rehearsal_counts_every_call_without_every_step(mode: str) -> None:
     assert len(states) == 7, "segments of 16"
     assert shapes == [((1, 100, TINY.hidden), torch.float32)]
     products = [event for event in seen.events() if event.name == "aten::bmm"]
-    assert 7 <= len(products) < 20, "one of a hundred steps a segment, and linear layers"
+    assert 7 <= len(products) < 40, "a step a segment and linear layers, not a hundred steps"
