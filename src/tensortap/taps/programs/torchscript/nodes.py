@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from ....errors import TargetError
 from ...leaves import flatten
-from ..base import Argument, HeardCall, Leaves, Place, Provenance, Run, loose_leaves
-from .arguments import arguments_of, bound
+from ..base import HeardCall, Leaves, Place, Provenance, Run, loose_leaves
+from .base import TorchScript, detached, function_of
 from .copies import append, copy_of, holds_tensors, list_of_any
 from .graphs import nodes_of
-from .program import described, detached, function_of, the_call
 from .state import STATELESS, State
 
 __all__ = ["GraphProgram", "NodeTap"]
@@ -47,10 +45,8 @@ class _Site:
     what: str
 
 
-class GraphProgram:
+class GraphProgram(TorchScript):
     """A TorchScript graph with its layers at single nodes."""
-
-    exact = True
 
     def __init__(
         self,
@@ -67,35 +63,14 @@ class GraphProgram:
         state: State = STATELESS,
         file: str | None = None,
     ) -> None:
+        super().__init__(model, state, lambda: weights or {}, file)
         self.runtime = runtime
         self.places: Sequence[Place] = places
         self.absent = absent
         self.notes: list[str] = list(notes)
-        self._model = model
         self._graph = graph
         self._taps = taps
         self._linears = dict(linears or {})
-        self._weights = dict(weights or {})
-        self._state = state
-        self._file = file
-        self._is_function = isinstance(model, torch.jit.ScriptFunction)
-        self._forward = model if self._is_function else model._c._get_method("forward")
-        self._skip = 0 if self._is_function else 1
-        self.arguments: Sequence[Argument] | None = arguments_of(self._forward, self._skip)
-
-    @property
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """The parameters' shapes, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
-
-    @property
-    def stateful(self) -> str | None:
-        """Why the model must not run more often than its user runs it."""
-        return self._state.stateful
-
-    def keep(self) -> Callable[[], None]:
-        """Keep what a run changes; the returned function puts it back."""
-        return self._state.keep()
 
     def tapped(
         self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]
@@ -106,30 +81,13 @@ class GraphProgram:
         function = function_of(graph)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-            given = bound(self._forward, args, kwargs, self._skip)
-            if given is None:
-                self.plain(args, kwargs)
-                raise TargetError("The TorchScript model does not take these arguments.")
-            output, taps = function(*([] if self._is_function else [self._model]), *given)
+            output, taps = self._heard(function, args, kwargs)
             return Run(output, _calls(taps, sites))
 
         return run
 
-    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = bound(self._forward, args, kwargs, self._skip)
-        return self._forward(*args, **kwargs) if given is None else self._forward(*given)
-
     def linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         return self._linears
-
-    def describe(self) -> dict[str, Any]:
-        name = "function" if self._is_function else str(self._model.original_name)
-        return described(self.runtime, name, self._weights.values(), self._file)
-
-    def divert(
-        self, call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-    ) -> Callable[[], None] | None:
-        return the_call(self._model, call)
 
 
 def _with_taps(

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ....errors import TargetError
-from ....recording.dtypes import dtype_name
 from ...leaves import flatten
-from ..base import Argument, HeardCall, Leaves, Place, Provenance, Run, loose_leaves
-from ..diverting import divert_forward
-from .arguments import arguments_of, bound
+from ..base import HeardCall, Leaves, Place, Provenance, Run, loose_leaves
+from .base import TorchScript, cannot, detached, function_of
 from .graphs import Linear
 from .state import state_of
 from .surgery import UNUSED, Site, Surgeon
 from .tree import Node, Tree
 
-__all__ = ["ScriptProgram", "described", "detached", "function_of", "the_call"]
+__all__ = ["ScriptProgram"]
 
 _UNCALLED = "the compiled model never calls it"
 _CONTAINERS = {"ModuleList", "ModuleDict", "ParameterList", "ParameterDict"}
 
 
-class ScriptProgram:
+class ScriptProgram(TorchScript):
     """Layers by the names of a model's submodules."""
 
     runtime = "torchscript"
-    exact = True
     absent = (
         "The TorchScript model has no module of this name: it stood under another name when the "
         "model was compiled, or was not part of it."
     )
 
     def __init__(self, module: Any, file: str | None = None) -> None:
-        self._module = module
-        self._file = file
-        self._forward = module._c._get_method("forward")
         self.notes: list[str] = []
         self._tree = Tree(module._c)
         learnt = self._learn()
@@ -52,28 +45,13 @@ class ScriptProgram:
                 "when a recording runs it by itself (rec.run)."
             )
         self.places: Sequence[Place] = _places(self._tree, learnt)
-        self.arguments: Sequence[Argument] | None = arguments_of(self._forward)
         self._found = learnt.found
-        self._state = state_of(self._tree)
+        super().__init__(module, state_of(self._tree), self._tree.weights, file)
 
     def _learn(self) -> Surgeon:
         surgeon = Surgeon(self._tree, None)
         _graph_of(surgeon)
         return surgeon
-
-    @property
-    def weights(self) -> dict[str, tuple[int, ...]]:
-        """The parameters' shapes, by name."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tree.weights().items()}
-
-    @property
-    def stateful(self) -> str | None:
-        """Why the model must not run more often than its user runs it."""
-        return self._state.stateful
-
-    def keep(self) -> Callable[[], None]:
-        """Keep what a run changes; the returned function puts it back."""
-        return self._state.keep()
 
     def tapped(
         self, layers: Sequence[str], *, inputs: bool, linears: Sequence[str]
@@ -83,27 +61,19 @@ class ScriptProgram:
         sites = tuple(surgeon.sites)
 
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Run:
-            given = bound(self._forward, args, kwargs)
-            if given is None:
-                self.plain(args, kwargs)  # it says better than we what is wrong
-                raise TargetError("The TorchScript model does not take these arguments.")
-            output, taps = function(self._module, *given)
+            output, taps = self._heard(function, args, kwargs)
             return Run(output, _calls(taps, sites))
 
         return run
 
-    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = bound(self._forward, args, kwargs)
-        return self._forward(*args, **kwargs) if given is None else self._forward(*given)
-
     def linears(self) -> Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]:
         found: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for name, linear in self._found.items():
-            if linear is not None and (pair := self._weights(linear)) is not None:
+            if linear is not None and (pair := self._pair(linear)) is not None:
                 found[name] = pair
         return found
 
-    def _weights(self, linear: Linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def _pair(self, linear: Linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         weight = self._tensor(linear.weight)
         bias = None if linear.bias is None else self._tensor(linear.bias)
         if weight is None or not weight.is_floating_point() or weight.dim() != 2:
@@ -118,65 +88,12 @@ class ScriptProgram:
         value = node.cpp.getattr(attribute) if node and node.cpp.hasattr(attribute) else None
         return value if isinstance(value, torch.Tensor) else None
 
-    def describe(self) -> dict[str, Any]:
-        return described(
-            self.runtime, self._tree.root.type, self._tree.weights().values(), self._file
-        )
-
-    def divert(
-        self, call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-    ) -> Callable[[], None] | None:
-        return the_call(self._module, call)
-
-
-def the_call(
-    module: Any, call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
-) -> Callable[[], None] | None:
-    """Let calls of a ScriptModule come to `call`: what stands in the instance is found first."""
-    if not isinstance(module, torch.nn.Module):
-        return None
-    return divert_forward(vars(module), call)
-
-
-def described(
-    runtime: str, name: str, weights: Iterable[torch.Tensor], file: str | None
-) -> dict[str, Any]:
-    """For the manifest."""
-    dtypes: Counter[str] = Counter()
-    for tensor in weights:
-        dtypes[dtype_name(tensor.dtype)] += tensor.numel()
-    found: dict[str, Any] = {
-        "class": name,
-        "parameters": sum(dtypes.values()),
-        "dtypes": dict(dtypes),
-        "runtime": runtime,
-        "torch": torch.__version__,
-    }
-    if file is not None:
-        found["file"] = file
-    return found
-
 
 def _graph_of(surgeon: Surgeon) -> Any:
     try:
         return surgeon.graph()
     except (AttributeError, RuntimeError) as error:
-        raise TargetError(_cannot(error)) from error
-
-
-def function_of(graph: Any) -> Any:
-    """A function that runs a graph; the calls for it are torch's private ones."""
-    try:
-        return torch._C._create_function_from_graph("tapped", graph)
-    except (AttributeError, RuntimeError) as error:
-        raise TargetError(_cannot(error)) from error
-
-
-def _cannot(error: BaseException) -> str:
-    return (
-        f"torch {torch.__version__} cannot put taps into the graph of this TorchScript model "
-        f"({_first_line(error)}). Record it op by op with --runtime ops, or with another torch."
-    )
+        raise TargetError(cannot(error)) from error
 
 
 def _calls(taps: Sequence[tuple[int, tuple[Any, ...]]], sites: Sequence[Site]) -> list[HeardCall]:
@@ -215,16 +132,6 @@ def _outputs(site: Site, values: tuple[Any, ...]) -> Leaves:
     return loose_leaves([values[index] for index in made])
 
 
-def detached(leaves: Leaves) -> Leaves:
-    """Without the graph of autograd, and in plain memory."""
-    return [(leaf, None if tensor is None else _plain(tensor)) for leaf, tensor in leaves]
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_dense() if tensor.is_mkldnn else tensor
-
-
 def _places(tree: Tree, learnt: Surgeon) -> list[Place]:
     """Every module, in the order in which first calls end; what is never called by its parent.
 
@@ -260,7 +167,3 @@ def _holder(name: str, called: set[str]) -> str:
         if name in called:
             return name
     return ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]
