@@ -260,7 +260,9 @@ def in_words(modes: Modes, folder: Path) -> list[str]:
     if (folder / "0").exists() and (folder / "2-1").exists():
         result = tap.compare(folder / "0", folder / "2-1")
         told = [
-            f"{row.layer} at most {row.difference.max_abs:.3e}, MSE {row.difference.mse:.3e}"
+            f"{row.layer} the same bits"
+            if row.verdict == "identical"
+            else f"{row.layer} at most {row.difference.max_abs:.3e}, MSE {row.difference.mse:.3e}"
             for row in result.compared
             if row.difference is not None
         ]
