@@ -6,10 +6,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -341,9 +343,23 @@ class TestResume:
         ]
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started, to see that none is left, not even as a zombie."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    class Kept(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            processes.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Kept)
+    return processes
+
+
 class TestProcesses:
     def test_the_same_bits_and_those_that_die_are_rows(
-        self, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+        self, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], started: Any
     ) -> None:
         torch.manual_seed(11)  # the state here is that of the workers
         random.seed(11)
@@ -367,11 +383,11 @@ class TestProcesses:
         assert {s.state for s in steps if s.mode == "kill"} >= {"loading", "failed"}
         out, err = capfd.readouterr()
         assert out == "" and "what a target prints" in err
-        nobody_is_left()
+        assert [process.returncode for process in started] == [0, -9]
         again = record_modes(target, tmp_path / "two", modes="b", resume=True, jobs=2)
         assert again["b"].status == "kept"
 
-    def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path) -> None:
+    def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path, started: Any) -> None:
         def press(step: ModeStep) -> None:
             if step.mode == "slow" and step.state == "running":
                 os.kill(os.getpid(), signal.SIGINT)
@@ -381,7 +397,8 @@ class TestProcesses:
         left = set(caught.value.left)
         assert "slow" in left
         assert {row.mode for row in caught.value.recorded} == {"slow", "load"} - left
-        nobody_is_left()
+        assert [process.returncode is not None for process in started] == [True, True]
+        assert started[0].returncode == -signal.SIGTERM
 
     def test_what_cannot_be_sent_is_said(self, target: str, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"<lambda>.* cannot be imported"):
@@ -420,9 +437,3 @@ class TestProcesses:
         )
         assert RecordedMode.from_dict(row.to_dict()) == row
         assert row.to_dict()["self_checks"] == {"passed": 4, "failed": 1}
-
-
-def nobody_is_left() -> None:
-    """No child of ours runs, and none is a zombie."""
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
