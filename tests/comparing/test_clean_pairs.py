@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from planted import BUGS, make_inputs, make_model, massive, permuted, plant, spl
 from torch import Tensor, nn
 
 import tensortap as tap
+from forked_commands import Commands
 from tensortap.comparing.compare import compare
 from tensortap.comparing.results import Comparison
 
@@ -86,20 +84,17 @@ def test_another_number_of_threads(record: Record, dtype: torch.dtype) -> None:
         assert clean(compare(runs[0], other))
 
 
-def test_another_process(record: Record, tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    code = f"""
-import sys; sys.path.insert(0, {str(here)!r})
-import torch, tensortap as tap
+def test_another_process(record: Record, tmp_path: Path, forked: Commands) -> None:
+    code = """
+import sys, torch, tensortap as tap
 from planted import make_inputs, make_model
 torch.set_num_threads(1)
 model = make_model()
-with torch.no_grad(), tap.record(model, {str(tmp_path / "there")!r}, layers="all", inputs=True):
+with torch.no_grad(), tap.record(model, sys.argv[1], layers="all", inputs=True):
     model(make_inputs())
 """
-    source = str(Path(tap.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    done = forked.python(code, tmp_path / "there", paths=[Path(__file__).parent])
+    assert done.code == 0, done.stderr
     result = compare(record(make_model(), make_inputs()), tmp_path / "there")
     assert clean(result)
     assert result.same_input is True

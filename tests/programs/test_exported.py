@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import subprocess
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from forked_commands import Commands
 from programs.eager_calls import compare_calls, eager_calls, run_all, same
 from programs.models import MODELS
 from tensortap.errors import OptionError, TargetError
@@ -424,19 +423,20 @@ def test_other_objects_are_not_accepted() -> None:
 
 @pytest.mark.slow
 def test_outputs_of_a_library_are_known_in_a_process_that_did_not_import_it(
-    tmp_path: Path,
+    tmp_path: Path, forked: Commands
 ) -> None:
     pytest.importorskip("transformers")
     model, args, kwargs = MODELS["llama"]()
     torch.export.save(export(model, args, kwargs), tmp_path / "m.pt2")
     code = (
         "import sys; from pathlib import Path\n"
+        "assert 'transformers' not in sys.modules\n"
         "from tensortap.taps.programs.base import Options\n"
         "from tensortap.taps.programs.exported.kind import open_exported\n"
         f"print(len(open_exported(Path({str(tmp_path / 'm.pt2')!r}), Options()).places))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = forked.python(code)
+    assert done.code == 0, done.stderr[-2000:]
     assert int(done.stdout) == len(open_exported(tmp_path / "m.pt2", Options()).places)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from forked_commands import Commands
 from programs.eager_calls import run_all, same
 from tensortap.errors import SelectionError
 from tensortap.taps.programs.base import Options
@@ -210,19 +211,17 @@ def test_a_guess_is_refused(convolutions: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_quantised_file_opens_where_nothing_was_imported(linear: Any) -> None:
+def test_a_quantised_file_opens_where_nothing_was_imported(linear: Any, forked: Commands) -> None:
     """Operators of the quantiser are registered by a library that the file does not name."""
-    import subprocess
-    import sys
-
     code = (
-        "from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
+        "assert 'torchao' not in sys.modules\n"
         "from tensortap.taps.programs.base import Options\n"
         "from tensortap.taps.programs.exported.kind import open_exported\n"
         f"print(len(open_exported(Path({str(linear[3])!r}), Options()).places))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = forked.python(code)
+    assert done.code == 0, done.stderr[-2000:]
     assert int(done.stdout) == len(NAMES) + 1
 
 

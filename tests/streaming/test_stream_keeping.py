@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from planted import BUGS, make_inputs, make_model, plant
 from torch import Tensor, nn
 
 import tensortap as tap
+from forked_commands import Commands
 from schemas import DOCS, validate
 
 Run = Callable[..., Any]
@@ -262,10 +261,9 @@ print((most - base) // 1024, rec.comparison.first_divergence.layer)
 """
 
 
-def test_no_more_memory_than_the_budget(tmp_path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+def test_no_more_memory_than_the_budget(tmp_path, forked: Commands) -> None:
+    done = forked.python(_MEMORY, tmp_path)
+    assert done.code == 0, done.stderr
     megabytes, layer = done.stdout.split()
     assert layer == "3.0"
     # 50 layers of 8 MB; the model itself holds two of them, torch and the modules some more.
