@@ -18,8 +18,8 @@ from torch import Tensor
 import tensortap as tap
 from tensortap.errors import MissingExtraError, OptionError
 
-if not __package__:  # loaded as a file: its own package can be imported from here on
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
+if not __package__:  # loaded as a file: let its own package be found, before any other quamba
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from quamba.mode_config import MODE_GROUPS, MODES
 
