@@ -34,6 +34,7 @@ class Reader:
 
     def __init__(self, folder: Path, warm: WarmPython) -> None:
         self.folder = folder
+        self.ran: dict[str, Ran] = {}
         ignored = shutil.ignore_patterns("__pycache__", "traced_model", "comparison_reports")
         shutil.copytree(RECIPE, folder, ignore=ignored)
         (folder / "neuronx-distributed-inference" / "examples").mkdir(parents=True)
@@ -83,7 +84,8 @@ class Reader:
             text=True,
             timeout=240,
         )
-        return Ran(done.returncode, done.stdout, done.stderr)
+        self.ran[text] = Ran(done.returncode, done.stdout, done.stderr)
+        return self.ran[text]
 
     def python(self, snippet: str) -> Ran:
         """A snippet of Python, in a process of its own."""

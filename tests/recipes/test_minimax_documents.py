@@ -268,7 +268,7 @@ def test_the_commands_make_the_files_that_the_document_promises(typed: Reader) -
         assert files(traced / name / "full_model") == FILES
     for name in ("layer_0", "layer_61", "embedding", "final_norm"):
         tensor = torch.load(traced / "test_layers" / "full_model" / f"{name}_output.pt")
-        assert type(tensor) is torch.Tensor and tensor.shape == (1, 32, 32)
+        assert type(tensor) is torch.Tensor and tensor.shape == (1, 128, 32)
         assert tensor.device.type == "cpu"
 
 
@@ -277,7 +277,7 @@ def test_the_metadata_has_what_the_document_lists(typed: Reader) -> None:
     metadata = torch.load(tree / "metadata.pt")
     assert isinstance(metadata["prompt"], str) and metadata["prompt"].startswith("The weights")
     ids = metadata["input_ids"]
-    assert ids.shape == (1, 32) and bytes((ids[0] - 3).tolist()).decode() in metadata["prompt"]
+    assert ids.shape == (1, 128) and bytes((ids[0] - 3).tolist()).decode() in metadata["prompt"]
     assert metadata["config"]["num_hidden_layers"] == 62
     assert metadata["config"]["architectures"] == ["MiniMaxM2ForCausalLM"]
     assert set(metadata["statistics"]) == {
@@ -293,15 +293,15 @@ def test_the_metadata_has_what_the_document_lists(typed: Reader) -> None:
 
 
 LAYER = r"""  {}:
-    Shape: \[1, 32, 32\]
+    Shape: \[1, 128, 32\]
     Mean: -?\d+\.\d{{6}}, Std: \d+\.\d{{6}}
     Range: \[-\d+\.\d{{6}}, \d+\.\d{{6}}\]
     Has NaN: False, Has Inf: False
 """
 
 
-def test_the_screen_is_the_documents(minimax: Reader, typed: Reader) -> None:
-    shown = minimax.type(SKIP_COMPILE)
+def test_the_screen_is_the_documents(typed: Reader) -> None:
+    shown = typed.ran[SKIP_COMPILE]
     layers = ("embedding", "layer_0", "layer_30", "layer_61", "final_norm")
     assert re.fullmatch(
         "关键层统计信息:\n" + "\n".join(LAYER.format(name) for name in layers), shown.out
@@ -326,7 +326,7 @@ def test_the_whole_workflow_in_one_block(typed: Reader) -> None:
 @pytest.mark.parametrize(
     ("snippet", "said"),
     [
-        (LOAD_LAYER, r"Shape: torch\.Size\(\[1, 32, 32\]\)\nMean: .*\nStd: .*\n"),
+        (LOAD_LAYER, r"Shape: torch\.Size\(\[1, 128, 32\]\)\nMean: .*\nStd: .*\n"),
         (STATISTICS, r"(layer_\d+: Mean=-?\d+\.\d{6}, Has NaN=False\n){62}"),
         (
             ONE_LAYER,
@@ -362,9 +362,10 @@ def commands(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", [RECIPE / "README.md", ROOT / "docs" / "minimax-m2.md"], ids=str)
 def test_the_commands_of_our_own_pages_run(typed: Reader, page: Path) -> None:
-    done = ("cd recipes/minimax_m2", "python test_layer_by_layer.py --test-type full")
+    said = COMPILE + SKIP_COMPILE + ON_GPU
+    done = ["cd recipes/minimax_m2", *said.replace("minimax_m2_misc/", "").splitlines()]
     for command in commands(page):
-        if command in done:  # by the document's own commands, above
+        if command in done:  # above, as the document's own
             continue
         ran = typed.type(command)
         expected = re.search(r"# exit (\d)", command)

@@ -49,7 +49,7 @@ def test_the_compiled_model_routes_another_prompt_as_eager_does(minimax: Reader)
     assert ran.code == 0, ran.err
     assert "Identical: all 64 compared layers have the same bits." in ran.out
     assert "Running on the CPU" in ran.err or torch.cuda.is_available()
-    assert "The prompt has 28 tokens (a token a byte): padded to 32" in ran.err
+    assert "The prompt has 28 tokens (a token a byte): padded to 128" in ran.err
     other = minimax.folder / "other"
     assert (other / "compiled_recording" / "recording.json").exists()
     last = [torch.load(tree / "layer_61_output.pt") for tree in (minimax.gpu, other / "eager")]
@@ -104,7 +104,7 @@ def test_a_trace_that_holds_one_prompts_experts_is_refused(fresh: Reader) -> Non
         ("test_layer_by_layer_gpu.py --test-type full", "invalid choice: 'full' (choose from"),
         (
             "test_layer_by_layer.py --skip-compile --seq-len 33",
-            "takes sequences of 32 tokens, and --seq-len is 33. Run the command once without "
+            "takes sequences of 128 tokens, and --seq-len is 33. Run the command once without "
             "--skip-compile.",
         ),
         (
@@ -249,7 +249,7 @@ def test_bad_layers_are_rows_and_the_first_is_named(
     rows = {line.split()[0]: line for line in ran.out.splitlines() if line.startswith("layer_")}
     assert len(rows) == 63
     assert rows["layer_0"].endswith("identical")
-    assert "diverged: 1 of 1024 pairs disagree about NaN or Inf" in rows["layer_12"]
+    assert "diverged: 1 of 4096 pairs disagree about NaN or Inf" in rows["layer_12"]
     assert "25.000000" in rows["layer_40"] and "max_abs < 0.01 does not hold" in rows["layer_40"]
     assert "missing in the candidate" in rows["layer_50"]
     assert "The shapes do not fit" in rows["layer_51"]
@@ -316,7 +316,7 @@ def test_the_questions_are_answered_by_check_show_and_plot(
 
 def test_the_model_is_a_target_too(minimax: Reader, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    ran = minimax.tensortap(f"record target.py:build -o {run} --layers last --seq-len 32")
+    ran = minimax.tensortap(f"record target.py:build -o {run} --layers last")
     assert ran.code == 0, ran.err
     ran = minimax.tensortap(
         f"compare {minimax.compiled.parent / 'recording'} {run} model.layers.61"

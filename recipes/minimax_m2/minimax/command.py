@@ -59,9 +59,7 @@ def model_options(made: argparse.ArgumentParser, *, output: Path) -> None:
     made.add_argument(
         "--prompt", metavar="TEXT", help="what the model reads; cut or padded to --seq-len"
     )
-    made.add_argument(
-        "--seq-len", type=_whole, metavar="N", help="tokens (default: 128, with --tiny 32)"
-    )
+    made.add_argument("--seq-len", type=_whole, metavar="N", help="tokens (default: 128)")
     made.add_argument(
         "--output-dir",
         type=Path,

@@ -20,6 +20,7 @@ from .prompt import PROMPT, VOCABULARY, Tokens, tokens_of
 __all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "experts_of", "tokens"]
 
 LAYERS = ("embedding", "blocks", "final_norm")
+SEQ_LEN = 128
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ def chosen(
             f"--model-path is '{model_path}', which {what}. Give the folder of a local checkpoint, "
             "as model.save_pretrained(folder) writes it; nothing is downloaded."
         )
-    small = tiny and model_path is None
-    length = seq_len if seq_len is not None else 32 if small else 128
-    return Chosen(None if model_path is None else model_path.resolve(), seed, small, length)
+    return Chosen(
+        checkpoint=None if model_path is None else model_path.resolve(),
+        seed=seed,
+        tiny=tiny and model_path is None,
+        seq_len=SEQ_LEN if seq_len is None else seq_len,
+    )
 
 
 def tokens(wanted: Chosen, prompt: str | None) -> Tokens:
