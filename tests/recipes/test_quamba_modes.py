@@ -181,7 +181,10 @@ def test_the_path_difference_is_small_and_said(layer_0: dict[str, Tensors]) -> N
     target = tiny("0")
     rows = path_difference(target.model, target.batches[0].kwargs["input_ids"])
     assert [row.layer for row in rows] == list(range(24))
-    assert all(0 < row.relative < 1e-5 and row.codes < row.values / 1000 for row in rows)
+    relative = sorted(row.relative for row in rows)
+    assert 0 < relative[12] < 1e-6
+    assert relative[-1] < 1e-2, "even where a code of the state flips"
+    assert all(row.codes < row.values / 1000 for row in rows)
     scans = [layer_0[mode]["scan", "output", "", 0].double() for mode in ("0", "2-1")]
     assert rows[0].max_abs == (scans[0] - scans[1]).abs().max().item()
     assert f"{max(rows, key=lambda row: row.relative).max_abs:.3e}" in path_text(rows)
