@@ -77,10 +77,10 @@ def blocks(runs: Path, path: Path) -> None:
     """The relative error behind each block, a line a mode."""
     figure = new_figure(7.2, 3.4)
     panel = figure.subplots()
-    for (mode, label), colour in zip(SHOWN.items(), COLOURS, strict=True):
+    for (mode, label), colour, style in zip(SHOWN.items(), COLOURS, ("-", ":") * 2, strict=True):
         compared = tap.compare(runs / "fp32", runs / mode, layers="blocks").compared
         errors = [100 * row.error for row in compared]
-        panel.plot(range(len(errors)), errors, color=colour, label=label, linewidth=1.6)
+        panel.plot(range(len(errors)), errors, style, color=colour, label=label, linewidth=2)
         say(f"mode {mode}: {errors[0]:.3f} % behind block 0, {errors[-1]:.3f} % behind the last")
     panel.set(title="Error behind each block", xlabel="block", ylabel="% of the fp32 output's norm")
     panel.set_ylim(bottom=0)
