@@ -28,7 +28,7 @@ MODEL = "quamba-130m-w8a8"
 PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
 OUTPUT_DIR = "layer_outputs"
 COMPARISONS = "comparisons"
-SAMPLES, SEQ_LEN, TINY_LENGTH = 10, 512, 64
+SAMPLES, SEQ_LEN = 10, 512
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
 DONE, DIFFERS, TROUBLE = 0, 1, 2
@@ -116,7 +116,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--tiny",
         action="store_true",
         default=os.environ.get(TINY, "") not in ("", "0"),
-        help=f"24 narrow layers and at most {TINY_LENGTH} tokens, for tests; so does {TINY}=1",
+        help=f"24 narrow layers, to try things out; so does {TINY}=1",
     )
 
 
@@ -194,9 +194,6 @@ def record(
     import tensortap as tap
     from tensortap.reporting.progress import progress
 
-    length = length_of(seq_len, options)
-    if length != seq_len:
-        note(f"The model is tiny: sequences have {length} tokens in place of {seq_len}.")
     with progress("Recording") as advance:
         recorded = tap.record_modes(
             build,
@@ -205,7 +202,7 @@ def record(
             layers=list(layers),
             inputs=inputs,
             early_stop=False,  # the model is small: finding out where to stop would cost more
-            options={**options, "samples": samples, "seq_len": length},
+            options={**options, "samples": samples, "seq_len": seq_len},
             progress=lambda step: advance(*_done(step, samples)),
         )
     for text in dict.fromkeys(text for mode in recorded.modes for text in mode.notes):
@@ -216,17 +213,12 @@ def record(
     return recorded
 
 
-def length_of(seq_len: int, options: Mapping[str, Any]) -> int:
-    """How many tokens a sequence has: a tiny model is for tests, which should not take long."""
-    return min(seq_len, TINY_LENGTH) if options["tiny"] else seq_len
-
-
 def fused_and_plain(seq_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """What the fused scan of mode 0 and the plain PyTorch of mode 2-1 differ by."""
     from quamba.paths import path_difference, path_text
     from quamba.target import build
 
-    target = build("0", samples=1, seq_len=length_of(seq_len, options), **options)
+    target = build("0", samples=1, seq_len=seq_len, **options)
     rows = path_difference(target.model, target.batches[0].kwargs["input_ids"])
     return {"text": path_text(rows), "layers": [row.to_dict() for row in rows]}
 
