@@ -21,6 +21,7 @@ _SILENT = {"spec", "file", "path", "created", "closed", "_name_or_path", "transf
 # Said elsewhere: versions and runtimes have lines of their own, what is absent is said of layers.
 _ELSEWHERE = {("environment", "python"), ("target", "runtime"), ("target", "absent")}
 _MOST = 120
+_WIDTHS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 
 
 def environment_differences(
@@ -33,7 +34,8 @@ def environment_differences(
         left, right = {"runtime": runtimes[0], **left}, {"runtime": runtimes[1], **right}
     if runtimes[0] != runtimes[1]:
         left, right = _said_by_both(left, right), _said_by_both(right, left)
-    if _same_values(reference, candidate) and "inputs" in left:
+    alike = _same_values(reference, candidate) or _same_rounded(reference, candidate)
+    if alike and "inputs" in left:
         right["inputs"] = left["inputs"]
     names = [*left, *(name for name in right if name not in left)]
     differing = [n for n in names if left.get(n, _MISSING) != right.get(n, _MISSING)]
@@ -44,14 +46,35 @@ def environment_differences(
 
 
 def same_input(reference: Recording, candidate: Recording) -> bool | None:
-    """Whether both models were given the same bytes; None when a recording does not say."""
+    """Whether both models were given the same inputs; None when a recording does not say.
+
+    The same bytes, or the same numbers where one was given them cast to a narrower dtype.
+    """
     digests = [run.manifest.inputs.get("digest") for run in (reference, candidate)]
     if not all(isinstance(digest, str) and digest for digest in digests):
         return None
     batches = [run.manifest.inputs.get("batches") or [] for run in (reference, candidate)]
     if any("unknown" in batch for batch in batches):
         return None
-    return digests[0] == digests[1] or _same_values(reference, candidate)
+    return (
+        digests[0] == digests[1]
+        or _same_values(reference, candidate)
+        or _same_rounded(reference, candidate)
+    )
+
+
+def _same_rounded(reference: Recording, candidate: Recording) -> bool:
+    """Whether one side's floats are the other's in a narrower dtype, as a mode is given them."""
+    inputs = [run.manifest.inputs for run in (reference, candidate)]
+    floats = [data.get("floats") for data in inputs]
+    names = [str(found[0]) for found in floats if isinstance(found, list) and len(found) == 1]
+    if len(names) < 2 or not all(name in _WIDTHS for name in names):
+        return False
+    narrow, wide = sorted(names, key=lambda name: _WIDTHS[name])
+    if _WIDTHS[narrow] == _WIDTHS[wide]:
+        return False
+    digests = [(data.get("rounded") or {}).get(narrow) for data in inputs]
+    return digests[0] == digests[1] is not None
 
 
 def _same_values(reference: Recording, candidate: Recording) -> bool:

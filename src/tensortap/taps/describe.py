@@ -34,6 +34,7 @@ GRID = "tensortap_grid"
 """The attribute of a layer in a quantised mode that says what its weight is worth: `int4`."""
 _MOST_IDS = 1 << 16
 _MOST_BATCHES = 64
+_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def describe_module(model: nn.Module) -> dict[str, Any]:
@@ -150,6 +151,8 @@ class InputLog:
     def __init__(self) -> None:
         self.digests: list[str] = []
         self.values: list[str] = []  # the same without the arguments' names, in no order
+        self.rounded: dict[str, list[str]] = {}  # the same with all floats in one narrower dtype
+        self.floats: set[str] = set()
         self.input_ids: Any = None
         self._last: tuple[int, int] | None = None
 
@@ -183,6 +186,11 @@ class InputLog:
                 values.append(value.hexdigest())
                 self._keep_ids(leaf, tensor)
         self.values.append(" ".join(sorted(values)))
+        tensors = [tensor for _, tensor in leaves if tensor is not None]
+        floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        self.floats |= {dtype_name(dtype) for dtype in floats}
+        for dtype in _ROUNDED if floats else ():
+            self.rounded.setdefault(dtype_name(dtype), []).append(_rounded(leaves, dtype))
         return digest.hexdigest()
 
     def _keep_ids(self, leaf: str, tensor: torch.Tensor) -> None:
@@ -197,7 +205,23 @@ class InputLog:
             "batches": self.digests,
             "values": hashlib.blake2b(repr(self.values).encode(), digest_size=16).hexdigest(),
             "input_ids": self.input_ids,
+            "floats": sorted(self.floats),
+            "rounded": {
+                name: hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+                for name, digests in self.rounded.items()
+            },
         }
+
+
+def _rounded(leaves: list[tuple[str, torch.Tensor | None]], dtype: torch.dtype) -> str:
+    """A digest of inputs as a cast to this dtype leaves them: a mode in it is given just these."""
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf, tensor in leaves:
+        if tensor is not None:
+            cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
+            digest.update(f"{leaf} {dtype_name(cast.dtype)} {tuple(cast.shape)}".encode())
+            digest.update(_bytes(cast))
+    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
