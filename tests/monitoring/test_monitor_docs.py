@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 from monitor_models import batches, files, small
-from test_monitor_recording import command
 
 import tensortap as tap
+from forked_commands import Commands
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitor.md"
 
 
-def test_the_python_of_the_page_runs(tmp_path, monkeypatch) -> None:
+def test_the_python_of_the_page_runs(tmp_path, monkeypatch, forked: Commands) -> None:
     monkeypatch.chdir(tmp_path)
     make, look, compare = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     make, loop = make.split("for epoch", 1)
@@ -39,11 +39,13 @@ def test_the_python_of_the_page_runs(tmp_path, monkeypatch) -> None:
         "single_attention_epoch1_batch0.pt",
         "single_attention_epoch5_batch0.pt",
     ]
-    done = command(*re.search(r"`tensortap (plot .*?)`", PAGE.read_text())[1].split())
-    assert done.returncode == 0, done.stderr
+    plot = re.search(r"`tensortap (plot .*?)`", PAGE.read_text())
+    assert plot is not None
+    done = forked.run(plot[1].split(), tmp_path)
+    assert done.code == 0, done.stderr
     for verb in ("show", "check"):
         assert f"`tensortap {verb} runs/train`" in PAGE.read_text()
-        assert command(verb, "runs/train").returncode == 0
+        assert forked.run([verb, "runs/train"], tmp_path).code == 0
 
 
 def test_the_page_names_every_method() -> None:
