@@ -50,6 +50,8 @@ matrix: $(STAMP)
 # Remakes the pictures and the command reference under docs/.
 pictures: $(STAMP)
 	$(BIN)/python tools/pictures.py
+	$(BIN)/python tools/minimax_pictures.py
+	$(BIN)/python tools/quamba_pictures.py
 	$(BIN)/python tools/reference.py
 
 clean:
