@@ -262,6 +262,119 @@ class TestHere:
         assert [(row.compared or {})["first_divergence"] for row in kept] == [None, "second"]
 
 
+class TestLeftBehind:
+    """What one mode sets for the whole process, the next one and the caller do not see."""
+
+    TARGET = """
+import os
+import torch
+from torch import nn
+
+MODES = ("cwd", "device", "autocast", "threads", "hook", "environment", "flags", "precision", "a")
+os.chdir("/")  # as files do that read others beside them
+
+def build(mode="a"):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    seen = {"threads": torch.get_num_threads(), "environment": os.environ.get("LEFT_BEHIND")}
+    seen["flags"] = torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
+    if mode == "cwd":
+        os.chdir(os.path.dirname(__file__))
+    if mode == "device":
+        torch.set_default_device("meta")
+    if mode == "autocast":
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+    if mode == "threads":
+        torch.set_num_threads(torch.get_num_threads() + 1)
+    if mode == "hook":
+        nn.modules.module.register_module_forward_hook(lambda module, args, output: output + 1)
+    if mode == "environment":
+        os.environ["LEFT_BEHIND"] = "1"
+    if mode == "flags":
+        torch.backends.cudnn.deterministic = True
+    if mode == "precision":
+        torch.set_float32_matmul_precision("medium")
+    import tensortap as tap
+    return tap.Target(net, [x], config={"seen": repr(seen)})
+"""
+
+    def test_by_each_mode(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "here").mkdir()
+        (tmp_path / "here" / "leaving.py").write_text(self.TARGET)
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setenv("KEPT", "1")
+        threads = torch.get_num_threads()
+        alone = record_modes("leaving.py:build", "alone", modes="a", layers="all")
+        spoilt = record_modes("leaving.py:build", "runs", modes="all", layers="all")
+        assert spoilt, str(spoilt)
+        assert {path.name for path in (tmp_path / "here" / "runs").iterdir()} == {
+            row.mode for row in spoilt
+        }
+        assert spoilt["a"].path == "runs/a"
+        first = open_recording(alone["a"].path).manifest.target["config"]
+        for row in spoilt:
+            assert open_recording(row.path).manifest.target["config"] == first, row.mode
+            if row.mode not in ("autocast", "hook"):
+                assert same(row.path, alone["a"].path), row.mode
+        assert not same("runs/hook", "runs/a") and not same("runs/autocast", "runs/a")
+        assert Path.cwd() == tmp_path / "here"
+        assert torch.get_default_device() == torch.device("cpu")
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_num_threads() == threads
+        assert "LEFT_BEHIND" not in os.environ and os.environ["KEPT"] == "1"
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.equal(torch.nn.Identity()(torch.ones(1)), torch.ones(1))
+
+    def test_what_the_caller_has_set_stays(self, tmp_path: Path) -> None:
+        """A default device, and a precision for which torch has no word."""
+
+        def build(mode: str):
+            seen.append((torch.get_default_device(), backend.matmul.fp32_precision))
+            torch.set_default_device("cpu" if mode == "x" else "meta")
+            backend.matmul.fp32_precision = "ieee"
+            return torch.nn.Linear(4, 4, device="cpu"), torch.ones(1, 4, device="cpu")
+
+        backend: Any = torch.backends.mkldnn
+        if not hasattr(backend, "matmul"):
+            pytest.skip("this torch has one precision for all backends")
+        before, seen = backend.matmul.fp32_precision, []
+        torch.set_default_device("meta")
+        backend.matmul.fp32_precision = "bf16"
+        try:
+            found = record_modes(build, tmp_path, modes="x,y,z", layers="all")
+            after = torch.get_default_device(), backend.matmul.fp32_precision
+        finally:
+            torch.set_default_device(None)
+            backend.matmul.fp32_precision = before
+        assert found, str(found)
+        assert {*seen, after} == {(torch.device("meta"), "bf16")}
+
+    def test_what_an_import_sets_holds_for_every_mode(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A module is imported once, before the first mode: its settings are no mode's."""
+        (tmp_path / "set_once.py").write_text(
+            "import os, torch\n"
+            "os.environ['SET_ONCE'] = '1'\n"
+            "torch.set_default_dtype(torch.float64)\n"
+            "def build(mode='a'):\n"
+            "    assert os.environ['SET_ONCE'] == '1'\n"
+            "    return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("SET_ONCE", "0")
+        try:
+            for folder in ("first", "second"):
+                found = record_modes("set_once:build", folder, modes="a,b", layers="all")
+                assert found, str(found)
+                assert {open_recording(row.path)[""].output.dtype for row in found} == {
+                    torch.float64
+                }
+        finally:
+            torch.set_default_dtype(torch.float32)
+            sys.modules.pop("set_once", None)
+
+
 class TestResume:
     def test_what_is_done_is_kept_and_the_rest_is_made(self, target: str, tmp_path: Path) -> None:
         first = record_modes(target, tmp_path, modes="a,batch")

@@ -61,6 +61,7 @@ def plan(request: Request, wanted: Sequence[str], as_json: bool) -> int:
     code = DONE
     with redirect_stdout(sys.stderr):
         names = mode_names(request.target, wanted, device=request.device, note=note)
+    start = start.imported()
     for mode in names:
         start.restore(request.seed(mode))
         try:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ...errors import OptionError, RecordingExistsError, TapError
 from ...recording.schema import MANIFEST
-from ...recording.store import open_store
+from ...recording.store import LocalStore, open_store
 from .declared import folder_name
 
-__all__ = ["left_from_before", "places_of"]
+__all__ = ["left_from_before", "places_of", "whole"]
 
 _COMPARISONS = "comparisons"  # what `compare` and `summary` write beside the modes
 
@@ -47,6 +48,12 @@ def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str
             "folder."
         )
     return places
+
+
+def whole(path: str) -> str:
+    """A path that holds in whatever folder the process is later; a URL is one as it is."""
+    store = open_store(path)
+    return os.fspath(store.root) if isinstance(store, LocalStore) else path
 
 
 def left_from_before(path: str) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from ..running import Settings, run_target
 from ..target import Target
 from . import worker
 from .declared import mode_names
-from .places import left_from_before, places_of
+from .places import left_from_before, places_of, whole
 from .request import Request
 from .results import ModesInterrupted, ModeStep, RecordedMode, RecordedModes
 from .rows import earlier_row, problem_of, row_of
@@ -150,6 +150,8 @@ def run_request(
     try:
         notes: list[str] = []
         names = mode_names(request.target, modes, device=request.device, note=notes.append)
+        start = start.imported()
+        start.restore()
         notes += request.unused(names)
         places = places_of(folder, names, free=not (overwrite or resume))
         tell = _numbered(progress, names)
@@ -193,8 +195,9 @@ def record_one(
     loaded: list[Target] = []
     try:
         start.restore(request.seed(mode))
+        place, settings = whole(path), request.settled(mode)  # the target may go to another folder
         loaded.append(replace(request.load(mode), mode=mode))  # by the name that was asked for
-        outcome = run_target(loaded[0], path, request.settled(mode), progress)
+        outcome = run_target(loaded[0], place, settings, progress)
         row = row_of(outcome, mode, notes=loaded[0].notes)
     except (Exception, SystemExit) as error:  # whatever a mode does, the others go on
         if os.environ.get("TENSORTAP_TRACEBACK"):
@@ -204,7 +207,7 @@ def record_one(
     model = _watched(loaded[0].model) if loaded else None
     loaded.clear()
     _free(model)
-    return replace(row, seconds=time.monotonic() - began)
+    return replace(row, path=path, seconds=time.monotonic() - began)
 
 
 def _watched(model: object) -> weakref.ref[object] | None:

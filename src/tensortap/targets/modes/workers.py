@@ -77,7 +77,7 @@ def record_in_workers(
                     str(Path.cwd()),
                     tuple(sys.argv),
                     parcel,
-                    pickle.dumps(start),
+                    pickle.dumps(start.elsewhere()),
                 )
                 running[mode] = _begin(job, heard)
             _hear(heard, answers, tell)
