@@ -7,7 +7,7 @@ few outliers would cost all other values their digits; everything else takes its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,7 @@ def calibrate(
 
 
 def _mixers(backbone: nn.Module) -> list[Mixer]:
-    blocks: Iterable[Any] = backbone.layers
+    blocks: Any = backbone.get_submodule("layers")
     return [block.mixer for block in blocks]
 
 

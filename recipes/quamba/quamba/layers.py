@@ -110,10 +110,14 @@ class Int8Linear(nn.Module):
         """The int8 codes that are multiplied."""
         if self.rotate is not None:
             x = self.rotate(x)
-        return x if self.quantise is None else self.quantise(x)[0]
+        if self.quantise is None:
+            return x
+        codes: Tensor = self.quantise(x)[0]
+        return codes
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.sums(self.codes(x), self.weight).float() * (self.input_scale * self.weight_scale)
+        sums: Tensor = self.sums(self.codes(x), self.weight)
+        y = sums.float() * (self.input_scale * self.weight_scale)
         return y if self.bias is None else y + self.bias
 
 
@@ -188,6 +192,8 @@ class Int8Conv(nn.Module):
 
 class SsmInput(nn.Module):
     """What the scan and x_proj take, [batch, length, inner]: as it comes, or as int8 codes."""
+
+    scale: Tensor | None
 
     def __init__(self, scale: Tensor | None = None) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ takes), `operands` (its other operands), `scan` and `scan.state`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -26,11 +26,34 @@ from .layers import (
 from .mode_config import ModeConfig
 from .scan import FloatScan, FusedScan, PlainScan
 
-__all__ = ["Mixer", "float_mixer", "int8_mixer"]
+__all__ = ["FloatParts", "Mixer", "float_mixer", "int8_mixer"]
+
+
+class FloatParts(Protocol):
+    """What a float mixer has, transformers' own as well as ours."""
+
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+    out_proj: nn.Linear
+    A_log: nn.Parameter
+    D: nn.Parameter
 
 
 class Mixer(nn.Module):
     """One layer's mixer, whatever its parts compute in."""
+
+    in_proj: nn.Linear | Int8Linear
+    conv1d: nn.Conv1d | Int8Conv
+    ssm_input: SsmInput
+    x_proj: nn.Linear | Int8Linear
+    dt_proj: nn.Linear | Int8Linear
+    operands: Operands
+    scan: FloatScan | FusedScan
+    out_proj: nn.Linear | Int8Linear
+    A_log: Tensor
+    D: Tensor
 
     def __init__(self, parts: Mapping[str, nn.Module], A_log: Tensor, D: Tensor) -> None:
         super().__init__()
@@ -64,14 +87,14 @@ class Mixer(nn.Module):
         return output
 
 
-def float_mixer(source: nn.Module, segment: int) -> Mixer:
+def float_mixer(source: FloatParts, segment: int) -> Mixer:
     """The same computation as a MambaMixer's, on its own weights, in parts that can be recorded."""
     conv, step = source.conv1d, source.dt_proj
     conv1d = FloatConv(
         conv.in_channels,
         conv.out_channels,
-        conv.kernel_size,
-        padding=conv.padding,
+        conv.kernel_size[0],
+        padding=conv.padding[0],
         groups=conv.groups,
         bias=conv.bias is not None,
         device="meta",
@@ -79,8 +102,8 @@ def float_mixer(source: nn.Module, segment: int) -> Mixer:
     dt_proj = StepProjection(
         step.in_features, step.out_features, bias=step.bias is not None, device="meta"
     )
-    for new, old in ((conv1d, conv), (dt_proj, step)):
-        new.weight, new.bias = old.weight, old.bias
+    conv1d.weight, conv1d.bias = conv.weight, conv.bias
+    dt_proj.weight, dt_proj.bias = step.weight, step.bias
     parts: dict[str, nn.Module] = {
         "in_proj": source.in_proj,
         "conv1d": conv1d,
@@ -95,13 +118,17 @@ def float_mixer(source: nn.Module, segment: int) -> Mixer:
 
 
 def int8_mixer(
-    source: Mixer, mode: ModeConfig, scales: Mapping[str, Tensor], *, hadamard: bool = False
+    source: FloatParts,
+    mode: ModeConfig,
+    scales: Mapping[str, Tensor],
+    segment: int,
+    *,
+    hadamard: bool = False,
 ) -> Mixer:
     """A float mixer's weights in int8, computing as the mode says, with the calibrated scales."""
     u = scales["u"]
-    segment = source.scan.segment
     A_log, D = source.A_log.detach(), source.D.detach()
-    scan: nn.Module = FloatScan(segment)
+    scan: FloatScan | FusedScan = FloatScan(segment)
     operands = Operands()
     if mode.int8_scan:
         A_log, a_scale = weight_codes(A_log)

@@ -56,7 +56,7 @@ class ModeConfig:
     def words(self) -> tuple[str, str, str, str, str]:
         """The row of the table: mode, conv1d output, SSM input, SSM arithmetic, linears."""
         if not self.quantised:
-            return (self.name, *[self.dtype] * 4)
+            return self.name, self.dtype, self.dtype, self.dtype, self.dtype
         output = {"codes": "int8", "grid": "fp32 on the int8 grid", "float": "true fp32"}
         arithmetic = {"fused": "int8", "plain": "int8, written in PyTorch", "float": "fp32"}
         if self.ssm_input == "requantised":

@@ -25,6 +25,8 @@ from .mode_config import ModeConfig
 
 __all__ = ["SHAPES", "TINY", "Shape", "checkpoint", "in_mode", "seeded", "with_mixers"]
 
+_MODEL: Any = MambaForCausalLM  # untyped in transformers
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -64,7 +66,7 @@ def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = MambaForCausalLM(shape.config())
+        model = _MODEL(shape.config())
         with torch.no_grad():
             nn.init.normal_(model.backbone.embeddings.weight)
             for block in model.backbone.layers:
@@ -72,7 +74,8 @@ def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
                 nn.init.normal_(mixer.in_proj.weight, std=shape.hidden**-0.5)
                 nn.init.normal_(mixer.x_proj.weight, std=mixer.intermediate_size**-0.5)
                 mixer.conv1d.weight.mul_((0.8 * torch.randn(mixer.intermediate_size, 1, 1)).exp())
-    return model.eval()
+    built: MambaForCausalLM = model.eval()
+    return built
 
 
 def checkpoint(folder: Path) -> MambaForCausalLM:
@@ -86,7 +89,7 @@ def checkpoint(folder: Path) -> MambaForCausalLM:
                 f"{config.hidden_act!r}, expected 'mamba' with 'silu'."
             )
         config.use_cache = False
-        model, info = MambaForCausalLM.from_pretrained(
+        model, info = _MODEL.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -108,7 +111,8 @@ def checkpoint(folder: Path) -> MambaForCausalLM:
             f"The checkpoint {str(folder)!r} has no values for {len(missing)} weights, "
             f"{missing[0]!r} the first: it is not the whole of a Mamba language model."
         )
-    return model.eval()
+    built: MambaForCausalLM = model.eval()
+    return built
 
 
 def _check(folder: Path) -> None:
@@ -133,7 +137,8 @@ def _check(folder: Path) -> None:
 
 def with_mixers(model: MambaForCausalLM, segment: int) -> MambaForCausalLM:
     """Our mixers in place of the model's own, on the same weights; the model itself changes."""
-    for block in model.backbone.layers:
+    blocks: Any = model.backbone.layers
+    for block in blocks:
         block.mixer = float_mixer(block.mixer, segment)
     return model
 
@@ -146,7 +151,10 @@ def in_mode(source: Any, mode: ModeConfig, found: Calibration | None = None) -> 
             raise ValueError(f"Mode {mode.name} needs the scales of a calibration.")
         int8_matmul_is_exact()  # asked once, here: a forward that looks at values cannot be planned
         for block, scales in zip(source.backbone.layers, found.layers, strict=True):
-            copies[id(block.mixer)] = int8_mixer(block.mixer, mode, scales, hadamard=found.hadamard)
+            mixer = block.mixer
+            copies[id(mixer)] = int8_mixer(
+                mixer, mode, scales, mixer.scan.segment, hadamard=found.hadamard
+            )
         copies[id(source.lm_head)] = Int8Head(source.lm_head, found.head)
     model: Any = copy.deepcopy(source, copies)
     if mode.dtype == "fp16":

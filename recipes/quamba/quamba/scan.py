@@ -46,6 +46,8 @@ class StateCodes(nn.Module):
 class FloatScan(nn.Module):
     """The scan in floating point, with the operations of transformers in their order."""
 
+    state: nn.Module
+
     def __init__(self, segment: int) -> None:
         super().__init__()
         self.segment = segment
@@ -87,6 +89,8 @@ class FloatScan(nn.Module):
 
 class PlainScan(FloatScan):
     """int8 operands, each dequantised, then the same formulas."""
+
+    state: StateCodes
 
     def __init__(self, segment: int, scales: Mapping[str, Tensor]) -> None:
         super().__init__(segment)

@@ -77,10 +77,10 @@ def build(
 
     from quamba.model import in_mode
 
-    vocabulary = source.config.vocab_size
+    ids = _ids(source.config.vocab_size, seq_len, samples, seed)
     return tap.Target(
         in_mode(source, MODES[mode], found),
-        [{"input_ids": ids} for ids in _ids(vocabulary, seq_len, samples, seed).split(rows)],
+        [{"input_ids": batch} for batch in torch.split(ids, rows)],
         mode=mode,
         config={
             "model": model,
@@ -154,5 +154,5 @@ def _calibration(
 
     model = _source(name, folder, seed, tiny)
     ids = _ids(model.config.vocab_size, length, count, seed + _CALIBRATION)
-    batches = ids.split(count if tiny else 1)
+    batches = torch.split(ids, count if tiny else 1)
     return calibrate(model.backbone, batches, percentile, hadamard=hadamard)
