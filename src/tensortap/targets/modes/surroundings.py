@@ -11,6 +11,7 @@ import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def cuda_in_use() -> bool:
 
 def _folder() -> str | None:
     try:
-        return os.getcwd()
+        return str(Path.cwd())
     except OSError:  # it is there no more
         return None
 
