@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from commands import Run
 
+from tensortap.cli.main import main
 from tensortap.recording import open as open_recording
 
 TARGET = '''
@@ -189,6 +191,37 @@ def test_calibration_reaches_built_in_modes(run: Run, target: str, tmp_path: Pat
     assert "note: fake:w8a8: The mode 'fake:w8a8' was calibrated on 1" in done.err
     unused = run(*words, tmp_path / "one", "--mode", "fp32")
     assert "note: --calib is for the built-in fake: modes" in unused.err
+
+
+NOISY = """
+import ctypes, os
+import torch
+
+def build(mode="fp32"):
+    os.system("echo a process")
+    os.write(1, b"a descriptor\\n")
+    ctypes.CDLL(None).printf(b"a library\\n")  # which C keeps until it is flushed
+    print("python")
+    return torch.nn.Linear(2, 2), torch.ones(1, 2)
+"""
+
+
+@pytest.mark.parametrize("words", [("--modes", "a,b"), ("--mode", "a")])
+def test_nothing_of_the_target_is_on_stdout(
+    words: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    for more in (("-o", str(tmp_path / "runs")), ("--plan",)):
+        with pytest.raises(SystemExit) as caught:
+            main(["record", f"{tmp_path}/noisy.py:build", *words, *more, "-l", "all", "--json"])
+        out, err = capfd.readouterr()
+        assert not caught.value.code, err
+        assert isinstance(json.loads(out), dict)
+        for who in ("a process", "a descriptor", "a library", "python"):
+            assert who in err
+    print("still here")
+    os.write(1, b"and here")
+    assert capfd.readouterr().out == "still here\nand here"
 
 
 @pytest.mark.parametrize(

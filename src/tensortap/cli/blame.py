@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .aside import aside
 from .common import (
     DONE,
     JsonOption,
@@ -97,7 +96,7 @@ trouble."""
         prompts=prompts,
         input_ids=input_ids,
     )
-    with progress("Running the model") as advance, redirect_stdout(sys.stderr):
+    with progress("Running the model") as advance, aside():
         found = blame_layers(
             reference,
             loaded,

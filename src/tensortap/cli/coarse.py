@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import RecordingExistsError
+from .aside import aside
 from .common import DONE, note, print_json, print_notes, say
 from .compare import DIFFERS
 from .running import Outcome, Settings, run_target
@@ -35,7 +35,7 @@ def record_window(target: Target, path: str, settings: Settings, as_json: bool) 
             f"{path} already holds a recording. Choose another folder, or replace it with "
             "--overwrite."
         )
-    with progress("Looking") as advance, redirect_stdout(sys.stderr):
+    with progress("Looking") as advance, aside():
         window = find_window(
             target,
             against=settings.against,
@@ -52,7 +52,7 @@ def record_window(target: Target, path: str, settings: Settings, as_json: bool) 
     if not as_json:
         say(window.sentence)
     judged = window.bad not in window.lacking
-    with progress("Recording") as advance, redirect_stdout(sys.stderr):
+    with progress("Recording") as advance, aside():
         outcome = run_target(target, path, _narrowed(settings, window, judged), advance)
     if judged:
         return _answer(window, outcome, as_json)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from ..errors import OptionError
+from .aside import aside
 from .common import (
     DONE,
     UNHEALTHY,
@@ -117,7 +116,7 @@ def instrument(
     if target.lower().endswith((".pt2", ".ep")):
         from ..taps.instrument.exported import ExportSource
 
-        with redirect_stdout(sys.stderr):
+        with aside():
             source = ExportSource(Path(target), chosen)
     else:
         loaded = chosen_target(
@@ -135,7 +134,7 @@ def instrument(
         )
         batch = loaded.batches[0]
         source = ModuleSource(loaded.model, batch.args, batch.kwargs, chosen)
-    with redirect_stdout(sys.stderr):
+    with aside():
         written = write(
             source,
             output,

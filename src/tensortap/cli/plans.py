@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .aside import aside
 from .common import note, print_json, print_notes, say
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def plan_of(target: Target, settings: Settings) -> Planned:
     """What recording this target would come to."""
     from ..reporting.plans import plan_target
 
-    with redirect_stdout(sys.stderr):
+    with aside():
         plan = plan_target(
             target,
             settings.layers,

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
 from ..errors import OptionError, RecordingExistsError
+from .aside import aside
 from .common import (
     DONE,
     JsonOption,
@@ -259,7 +258,7 @@ def _record_one(
         from .coarse import record_window
 
         return record_window(loaded, output, settings, as_json)
-    with progress("Recording") as advance, redirect_stdout(sys.stderr):
+    with progress("Recording") as advance, aside():
         outcome = run_target(loaded, output, settings, advance)
     if outcome.comparison is not None:
         return report_against(outcome, as_json)
@@ -273,7 +272,7 @@ def _load(request: Request, mode: str | None, *, plan: bool = False) -> Target:
     seed = request.seed(mode)
     if seed is not None:
         torch.manual_seed(seed)
-    with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
+    with aside():  # what the target prints is no data of ours
         target = request.load(mode, plan=plan)
     print_notes([*target.notes, *request.unused([mode])])
     return target

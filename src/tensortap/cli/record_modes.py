@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING
 
 import typer
 
 from ..errors import TapError
+from .aside import aside
 from .common import DONE, INTERRUPTED, TROUBLE, UNHEALTHY, note, print_json, print_notes, say
 from .plans import plan_of
 
@@ -36,7 +35,7 @@ def record(
     overwrite = request.settings.overwrite
     request = replace(request, settings=replace(request.settings, overwrite=overwrite or resume))
     try:
-        with modes_progress(jobs) as tell, redirect_stdout(sys.stderr):
+        with modes_progress(jobs) as tell, aside():
             recorded = run_request(
                 request,
                 output,
@@ -59,13 +58,13 @@ def plan(request: Request, wanted: Sequence[str], as_json: bool) -> int:
     start = Surroundings.now()
     plans = []
     code = DONE
-    with redirect_stdout(sys.stderr):
+    with aside():
         names = mode_names(request.target, wanted, device=request.device, note=note)
     start = start.imported()
     for mode in names:
         start.restore(request.seed(mode))
         try:
-            with redirect_stdout(sys.stderr):
+            with aside():
                 target = request.load(mode, plan=True)
             planned = plan_of(target, request.settled(mode))
         except TapError as error:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .aside import aside
 from .common import (
     DONE,
     TROUBLE,
@@ -96,7 +95,7 @@ def replay(
         prompts=prompts,
         input_ids=input_ids,
     )
-    with redirect_stdout(sys.stderr):
+    with aside():
         found = replay_layer(run, layer, loaded, batch=batch, call=call, partial=partial)
     if not json:
         from ..reporting.console import stdout
@@ -107,7 +106,7 @@ def replay(
     files: list[Path] = []
     try:
         if script is not None:
-            with redirect_stdout(sys.stderr):
+            with aside():
                 files = found.to_script(script, overwrite=overwrite)
             _say_files(files)
     finally:  # the verdict stands, whether it could be written as a script or not

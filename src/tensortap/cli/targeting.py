@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -12,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from ..errors import OptionError
+from .aside import aside
 from .common import MaybeInt, MaybeList, MaybePath, MaybeText, print_notes
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ def chosen_target(
         "dtype": dtype,
         "seed": seed,
     }
-    with redirect_stdout(sys.stderr):  # what the target prints is no data of ours
+    with aside():  # what the target prints is no data of ours
         target = load_target(
             spec,
             options,
