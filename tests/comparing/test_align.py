@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from support import Net
 from tensortap.comparing.align import LayerPair, align
 from tensortap.comparing.names import normalised
 from tensortap.errors import OptionError, SelectionError
+from tensortap.recording.layouts import import_tree
 from tensortap.recording.schema import Manifest, Row
 from tensortap.recording.writer import Writer
 
@@ -267,3 +269,17 @@ def test_a_bare_model_and_one_with_a_head(net, ids, recorded: Recorded):
     pairs = matched(align(recorded(net, ids), recorded(Headed(), ids)))
     assert pairs[""] == ("model", "normalised")
     assert pairs["blocks.0"] == ("model.blocks.0", "normalised")
+
+
+def test_files_of_a_tree_are_paired_by_their_number_and_by_nothing_else(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    arrays = np.random.default_rng(0).normal(size=(2, 2, 8, 4)).astype(np.float32)
+    for mode, numbers in (("fp32", (0, 23)), ("moved", (1, 22)), ("half", (23, 24))):
+        for number, array in zip(numbers, arrays, strict=True):
+            np.save(tree / f"mode_{mode}_layer_{number}.npy", array)
+    import_tree(tree, str(tmp_path / "runs"))
+    fp32, moved, half = (tap.open(tmp_path / "runs" / mode) for mode in ("fp32", "moved", "half"))
+    assert not [pair for pair in align(fp32, moved) if pair.matched_by]
+    found = matched(align(fp32, half))
+    assert found == {"layer_23": ("layer_23", "name")}, "whose values are those of layer_0"

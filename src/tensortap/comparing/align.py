@@ -70,6 +70,8 @@ def _pairs(
         return {name: recording[name].type for name in names}
 
     take(by_map(maps, reference, candidate), "map")
+    numbers = _Numbers(reference, candidate)
+    take(numbers.pairs(free(), others()), "name")
     named = by_name(reference, candidate, free(), others())
     doubtful = {name for name in named if _says_little(name, named[name], reference, candidate)}
     take({ours: theirs for ours, theirs in named.items() if ours not in doubtful}, "name")
@@ -77,13 +79,16 @@ def _pairs(
     if left and right:
         agree = _Agree(reference, candidate)
         normal = by_normalised_name(types(reference, left), types(candidate, right), agree)
-        take(normal, "normalised")
+        take(
+            {ours: normal[ours] for ours in normal if numbers.fit(ours, normal[ours])}, "normalised"
+        )
     if "" in free() and "" in others() and _root_fits(reference, candidate):
         take({"": ""}, "name")
     left, right = free(), others()
     if left and right and (wanted is None or wanted & set(left)):
         sure = {ours: theirs for ours, (theirs, _) in found.items()}
-        found.update(by_structure(reference, candidate, sure))
+        alike = by_structure(reference, candidate, sure)
+        found.update((ours, pair) for ours, pair in alike.items() if numbers.fit(ours, pair[0]))
     left, right = free(), others()
     take({name: name for name in doubtful if name and name in left and name in right}, "name")
     return found
@@ -122,6 +127,31 @@ def _root_fits(reference: Recording, candidate: Recording) -> bool:
         for recording in (reference, candidate)
     )
     return any(shape_likeness(ours, theirs) > 0 for ours in left for theirs in right)
+
+
+class _Numbers:
+    """The numbers that both sides' files gave to their blocks, where both are imported trees.
+
+    `mode_a_layer_5.npy` is layer 5, whatever it is called inside and whatever else is like it.
+    """
+
+    def __init__(self, reference: Recording, candidate: Recording) -> None:
+        both = (reference, candidate)
+        known = all("imported" in recording.manifest.target for recording in both)
+        self._ours, self._theirs = (
+            {name: i for i, name in enumerate(recording.manifest.structure.blocks) if known}
+            for recording in both
+        )
+
+    def pairs(self, left: Sequence[str], right: Sequence[str]) -> dict[str, str]:
+        there = {self._theirs[name]: name for name in right if name in self._theirs}
+        numbered = ((name, self._ours[name]) for name in left if name in self._ours)
+        return {name: there[number] for name, number in numbered if number in there}
+
+    def fit(self, ours: str, theirs: str) -> bool:
+        """Whether no number is against a pair."""
+        left, right = self._ours.get(ours), self._theirs.get(theirs)
+        return left is None or right is None or left == right
 
 
 class _Agree:
