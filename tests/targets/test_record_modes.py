@@ -21,6 +21,7 @@ from tensortap.errors import OptionError, RecordingExistsError
 from tensortap.recording import open as open_recording
 from tensortap.targets.modes import worker
 from tensortap.targets.modes.record import record_modes
+from tensortap.targets.modes.request import Request
 from tensortap.targets.modes.results import ModesInterrupted, ModeStep, RecordedMode
 from tensortap.targets.modes.resume import differences
 from tensortap.targets.modes.workers import death, threads_each
@@ -419,6 +420,73 @@ class TestResume:
         found = record_modes(f"{path}:build", tmp_path / "runs", modes="a,load", resume=True)
         assert [row.status for row in found] == ["kept", "recorded"]
         assert "has changed since this mode was recorded" in found["a"].notes[0]
+
+    def test_a_model_that_changed_is_refused_wherever_it_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In a TOML file, as a checkpoint, with its weights in a file beside it."""
+
+        def scripted(factor: float) -> None:
+            net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            torch.nn.init.constant_(net[0].weight, factor)
+            torch.jit.trace(net, torch.ones(1, 2)).save(tmp_path / "m.pt")
+
+        monkeypatch.chdir(tmp_path)
+        Path("m.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(2, 2), 1\n")
+        Path("tensortap.toml").write_text('[modes.ts]\ntarget = "m.pt"\n')
+        Path("x.json").write_text('{"input": [[1.0, 2.0]]}')
+        scripted(1.0)
+        options = {"modes": "ts", "layers": "all", "inputs_from": ["x.json"]}
+        assert record_modes("m.py:build", "runs", **options)
+        assert record_modes("m.py:build", "runs", **options, resume=True)["ts"].status == "kept"
+        scripted(2.0)
+        row = record_modes("m.py:build", "runs", **options, resume=True)["ts"]
+        assert "the file of the target is not the same (m.pt)" in str(row.problem)
+
+    @pytest.mark.parametrize(
+        ("spec", "file"),
+        [
+            ("hf:tiny", "tiny/model.safetensors"),
+            ("hf:tiny", "tiny/config.json"),
+            ("m.onnx", "m.onnx.data"),
+            ("m.xml", "m.bin"),
+            ("m.pt", "m.taps.json"),
+            ("sub.m:build", "sub/m.py"),
+            ("sub/m.py:build", "sub/m.py"),
+        ],
+    )
+    def test_which_files_are_a_targets(
+        self, spec: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        for folder in ("tiny", "sub"):
+            Path(folder).mkdir()
+        for name in ("tiny/config.json", "tiny/model.safetensors", "m.onnx", "m.xml", "m.pt", file):
+            Path(name).write_text("{}")
+        before = Request(spec).made_with("a")
+        assert differences(before, Request(spec).made_with("a")) == []
+        Path(file).write_text("{1: 2}")
+        after = Request(spec).made_with("a")
+        name = Path(file).parent.name if spec.startswith("hf:") else spec
+        said = [f"the file of the target is not the same ({name})"]
+        assert differences(before, after) == ([] if file.endswith(".py") else said)
+        assert before["files"] != after["files"]
+
+    def test_a_file_of_an_option_that_changed_is_a_note(
+        self, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        text = TARGET.replace("samples: int = 2", "samples: int = 2, weights=None")
+        Path("m.py").write_text(text)
+        Path("w.bin").write_text("1")
+        options = {"modes": "a", "sets": ["weights=w.bin"]}
+        assert record_modes("m.py:build", "runs", **options)
+        kept = record_modes("m.py:build", "runs", **options, resume=True)["a"]
+        assert not any("changed" in text for text in kept.notes)
+        Path("w.bin").write_text("2")
+        row = record_modes("m.py:build", "runs", **options, resume=True)["a"]
+        assert row.status == "kept"
+        assert "The file of the option weights, w.bin, has changed" in row.notes[0]
 
     def test_a_recording_of_unknown_making_is_not_touched(
         self, target: str, tmp_path: Path

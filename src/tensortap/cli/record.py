@@ -243,7 +243,8 @@ def _record_one(
     from ..reporting.progress import progress
     from .running import run_target
 
-    settings = request.settled(mode)
+    with aside():  # looking for the code of a package imports it
+        settings = request.settled(mode)
     if plan:
         plan_of(_load(request, mode, plan=True), settings).show(as_json)
         return DONE

@@ -22,7 +22,7 @@ from ..errors import TapError, TargetError
 from .artefacts import SUFFIXES, models_in
 from .target import Target, describe
 
-__all__ = ["Found", "call", "finding", "folder_of"]
+__all__ = ["Found", "call", "finding", "folder_of", "importable", "is_file"]
 
 _FORMS = "file.py:function, package.module:function, hf:DIR or a compiled model's file"
 
@@ -43,18 +43,19 @@ def finding(target: str | Callable[..., Any]) -> Iterator[Found]:
         yield _given(target)
         return
     place, name = _split(target)
-    with _importable(folder_of(target)):
-        module = _import_file(place) if _is_file(place) else _import_module(place)
+    with importable(folder_of(target)):
+        module = _import_file(place) if is_file(place) else _import_module(place)
         yield Found(target, _function(module, name, place), module)
 
 
 def folder_of(spec: str) -> Path:
     """Where a target lives: its file's folder, or the working directory."""
     place = spec.rpartition(":")[0]
-    return Path(place).resolve().parent if _is_file(place) else Path.cwd()
+    return Path(place).resolve().parent if is_file(place) else Path.cwd()
 
 
-def _is_file(place: str) -> bool:
+def is_file(place: str) -> bool:
+    """Whether a target's function is in a file, not in a module."""
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
@@ -92,7 +93,8 @@ def _split(spec: str) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def _importable(folder: Path) -> Iterator[None]:
+def importable(folder: Path) -> Iterator[None]:
+    """Let modules in a folder be found before all others until the block ends."""
     entry = str(folder)
     added = entry not in sys.path
     if added:

@@ -11,24 +11,22 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import OptionError
 from ..importing import finding
 from ..load import load_target
 from ..running import Settings
 from ..target import Target
 from .declared import project_of
+from .files import digests, option_files, target_files
 from .project import ModeTable
 
 __all__ = ["Request", "command_of"]
 
 _FLAGS = ("seq_len", "samples", "device", "dtype", "seed")
-_LARGE = 64 << 20  # a file beyond this is known by its size and time, not by its bytes
 
 
 @dataclass(frozen=True)
@@ -157,23 +155,32 @@ class Request:
                 for name in ("stop", "full", "floor", "rules", "maps", "preset")
                 if getattr(settings, name)
             },
-            "files": self._files,
+            "files": self._files(table),
         }
         return {key: _plain(value) for key, value in made.items() if value not in (None, (), {})}
 
-    @cached_property
-    def _files(self) -> dict[str, dict[str, str]]:
-        """The digests of the files that were given, by the name of each."""
-        paths = {"target": _target_file(self.target)}
-        if self.input_ids is not None:
-            paths["input_ids"] = self.input_ids
-        for number, path in enumerate(self.inputs_from):
-            paths[f"inputs_from {number}"] = path
-        return {
-            what: {"name": path.name, "digest": _digest(path)}
-            for what, path in paths.items()
-            if path is not None and path.is_file()
+    def _files(self, table: ModeTable | None) -> dict[str, dict[str, str]]:
+        """The digests of the files that the numbers come from."""
+        target, compiled = self.target, self.settings.compiled
+        options = self.options
+        if table is not None:
+            options = {**table.options, **self.options}
+            target = table.spec(target) if isinstance(target, str) else target
+        named = {
+            "input_ids": self.input_ids,
+            **{f"inputs_from {number}": path for number, path in enumerate(self.inputs_from)},
+            "manifest": compiled.manifest,
+            "weights": compiled.weights,
+            "names_from": compiled.names_from,
+            **{f"custom_ops {number}": path for number, path in enumerate(compiled.custom_ops)},
         }
+        return digests(
+            {
+                "target": target_files(target),
+                **{what: [Path(path)] for what, path in named.items() if path is not None},
+                **option_files(options, self.sets),
+            }
+        )
 
 
 def command_of(target: str, options: Mapping[str, Any]) -> list[str]:
@@ -192,25 +199,6 @@ def command_of(target: str, options: Mapping[str, Any]) -> list[str]:
 def _table(table: ModeTable) -> dict[str, Any]:
     found = {"mode": table.mode, "target": table.target, "calib": table.calib, **table.options}
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _target_file(target: str | Callable[..., Any]) -> Path | None:
-    if not isinstance(target, str):
-        return None
-    path = Path(target)
-    if not path.is_file():
-        path = Path(target.rpartition(":")[0])
-    return path if path.suffix else None
-
-
-def _digest(path: Path) -> str:
-    try:
-        about = path.stat()
-        if about.st_size > _LARGE:
-            return f"{about.st_size} bytes of {about.st_mtime_ns}"
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror or error}.") from None
 
 
 def _plain(value: Any) -> Any:

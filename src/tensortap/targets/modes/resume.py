@@ -58,14 +58,21 @@ def look(path: str, made_with: Mapping[str, Any]) -> Earlier:
             problem=f"{path} holds a recording that was made with other options: "
             f"{'; '.join(changed)}. {again}"
         )
-    notes = []
-    if _digest(then, "target") != _digest(made_with, "target"):
-        name = made_with.get("target")
-        notes.append(
-            f"The file of the target '{name}' has changed since this mode was recorded; the "
-            "recording was kept as it is. --overwrite makes it anew."
-        )
-    return Earlier(recording, notes=tuple(notes))
+    return Earlier(recording, notes=tuple(_notes(then, made_with)))
+
+
+def _notes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What has changed and may not matter: the target's code, files that its options name."""
+    said = []
+    for what, name in _names(then, now).items():
+        if _digest(then, what) != _digest(now, what):
+            target = (now.get("mode_table") or {}).get("target") or now.get("target")
+            of = f"target '{target}'" if what == "target" else f"option {what[4:]}, {name},"
+            said.append(
+                f"The file of the {of} has changed since this mode was recorded; the recording was "
+                "kept as it is. --overwrite makes it anew."
+            )
+    return said
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -107,18 +114,31 @@ def _shown(value: Any) -> str:
 
 
 def _changed_files(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Inputs from files count by their bytes, wherever they lie; the target's code is a note."""
-    before, after = then.get("files") or {}, now.get("files") or {}
+    """Models and inputs count by their bytes, wherever they lie; what may not matter is a note."""
     found = []
-    for what in dict.fromkeys((*before, *after)):
-        names = [(side.get(what) or {}).get("name") or "none" for side in (before, after)]
-        is_code = what == "target" and names[1].endswith(".py")
-        if is_code or _digest(then, what) == _digest(now, what):
+    for what, name in _names(then, now).items():
+        if _may_not_matter(what, name) or _digest(then, what) == _digest(now, what):
             continue
         flag = "the target" if what == "target" else f"--{what.split()[0].replace('_', '-')}"
-        said = f"{names[0]} then, {names[1]} now" if names[0] != names[1] else names[0]
+        before = _name(then, what)
+        said = f"{before} then, {name} now" if before != name else name
         found.append(f"the file of {flag} is not the same ({said})")
     return found
+
+
+def _names(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """The files on either side, by what they are; the name of each as it is now."""
+    both = dict.fromkeys((*(then.get("files") or {}), *(now.get("files") or {})))
+    return {what: _name(now, what) for what in both}
+
+
+def _name(made_with: Mapping[str, Any], what: str) -> str:
+    return str(((made_with.get("files") or {}).get(what) or {}).get("name") or "none")
+
+
+def _may_not_matter(what: str, name: str) -> bool:
+    """Code: or a mistake in one mode could not be mended without making all others again."""
+    return what.startswith("set ") or (what == "target" and name.endswith(".py"))
 
 
 def _same_target(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
