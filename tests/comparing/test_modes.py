@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ from schemas import validate
 from support import Net
 from tensortap.errors import ComparisonError, NotARecordingError, OptionError
 from tensortap.recording import Manifest, Row, Writer
+from tensortap.recording.layouts import import_tree
+from tensortap.reporting.comparisons import layer_screen, modes_document_text
 
 
 @pytest.fixture
@@ -252,3 +256,36 @@ def test_a_notebook_shows_a_table_with_nothing_unescaped(folder: Path) -> None:
     assert html.count("<tr>") == 4
     assert "&lt;b&gt;off" in html
     assert "<b>" not in html
+
+
+def test_a_mode_with_nan_or_without_a_layer_is_not_close(tmp_path: Path) -> None:
+    """Numbers of the finite values, or of the layers that are left, would be those of a twin."""
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    first, last = np.random.default_rng(0).normal(size=(2, 2, 8, 4)).astype(np.float32)
+    broken = first.copy()
+    broken[0, 3, 1] = np.nan
+    for mode, arrays in {
+        "fp32": {0: first, 23: last},
+        "nan": {0: broken, 23: last},
+        "half": {0: first},
+    }.items():
+        for number, array in arrays.items():
+            np.save(tree / f"mode_{mode}_layer_{number}.npy", array)
+    import_tree(tree, str(tmp_path / "runs"))
+    table = tap.compare_modes(tmp_path / "runs")
+    nan, half = table["nan"], table["half"]
+    for value in (nan.first_layer_mse, nan.first_layer_mae, nan.mean_correlation):
+        assert math.isnan(value)
+    assert nan.last_layer_mse == 0 and nan.grade == "undefined" and not nan.same
+    assert half.first_layer_mse == 0 and half.last_layer == "layer_23"
+    assert math.isnan(half.last_layer_mse) and math.isnan(half.last_layer_mae)
+    text = modes_document_text(table)
+    assert re.search(r"^nan +undefined +undefined +0\.0+e\+00 +0\.0+ +undefined$", text, re.M)
+    assert re.search(r"^half +0\.0+e\+00 +0\.0+ +missing +missing +1\.0+$", text, re.M)
+    told = " ".join(table.warnings)
+    assert "nan is NaN or infinite at layer_0 where fp32 is not" in told
+    assert "half has no layer_23: its last layer has no numbers." in told
+    screen = str(layer_screen(nan.comparison, "layer_0"))
+    assert "of the 63 values that are finite on both sides; 1 are not." in screen
+    assert "undefined (MSE), undefined (correlation)" in screen

@@ -70,14 +70,8 @@ def mode_row(label: str, base: Recording, run: Recording, **options: Any) -> Mod
         failure = run.manifest.failure
         cause = f" It failed with: {failure}" if failure else ""
         return ModeRow(label, run.path, problem=f"{error}{cause}")
-    measured = [row for row in result.layers if row.difference is not None]
     blocks = set(base.manifest.structure.blocks)
-    ends = [row for row in result.compared if row.layer in blocks] or list(result.compared)
-    correlations = [
-        value
-        for row in measured
-        if row.difference is not None and not math.isnan(value := row.difference.correlation)
-    ]
+    ends = [row for row in result.layers if row.layer in blocks] or list(result.compared)
     first, last = (ends[0], ends[-1]) if ends else (None, None)
     divergence = result.first_divergence
     return ModeRow(
@@ -91,7 +85,7 @@ def mode_row(label: str, base: Recording, run: Recording, **options: Any) -> Mod
         last_layer="" if last is None else name_of(last.layer),
         last_layer_mse=_metric(last, "mse"),
         last_layer_mae=_metric(last, "mae"),
-        mean_correlation=math.fsum(correlations) / len(correlations) if correlations else math.nan,
+        mean_correlation=_mean_correlation(result.layers),
         grade=_worst_grade(ends),
         first_divergence=None if divergence is None else name_of(divergence.layer),
         comparison=result,
@@ -111,9 +105,18 @@ def _place(run: Run) -> str:
 
 
 def _metric(row: LayerComparison | None, name: str) -> float:
-    if row is None or row.difference is None:
+    """A number of a layer; none where one side alone is NaN or infinite, since it is not close."""
+    if row is None or row.difference is None or row.difference.disagreeing:
         return math.nan
     return float(getattr(row.difference, name))
+
+
+def _mean_correlation(rows: Sequence[LayerComparison]) -> float:
+    measured = [row.difference for row in rows if row.difference is not None]
+    known = [d.correlation for d in measured if not math.isnan(d.correlation)]
+    if not known or any(d.disagreeing for d in measured):
+        return math.nan
+    return math.fsum(known) / len(known)
 
 
 def _worst_grade(ends: Sequence[LayerComparison]) -> str | None:

@@ -18,7 +18,7 @@ from .checks import Run, opened
 from .mode_files import SUMMARY, comparison_file, comparison_text, save_files
 from .mode_folders import COMPARISONS, open_modes
 from .mode_rows import GRADES, ModeRow, itself, mode_row
-from .results import Comparison, json_text
+from .results import Comparison, LayerComparison, json_text
 from .sentences import name_of
 
 __all__ = ["SORTABLE", "ModeRow", "Modes", "compare_modes"]
@@ -193,11 +193,32 @@ def _warnings(rows: Sequence[ModeRow], reference: str) -> list[str]:
             if row.same_input is False
         ),
         *(
+            f"{row.mode} has no {layer}: its {which} layer has no numbers."
+            for row in rows
+            for which, layer in (("first", row.first_layer), ("last", row.last_layer))
+            if row.comparison is not None
+            and any(
+                r.verdict == "missing" and name_of(r.layer) == layer for r in row.comparison.layers
+            )
+        ),
+        *(
+            f"{row.mode} is NaN or infinite at {name_of(found.layer)} where {reference} is not, or "
+            "the other way round: its error is undefined."
+            for row in rows
+            if row.comparison is not None and (found := _first_unlike(row.comparison)) is not None
+        ),
+        *(
             f"{row.mode} was compared by summaries alone: no MSE, MAE or correlation is known."
             for row in rows
             if row.comparison is not None and all(r.by_summaries for r in row.comparison.compared)
         ),
     ]
+
+
+def _first_unlike(comparison: Comparison) -> LayerComparison | None:
+    """The first layer where one side alone is not finite."""
+    measured = (row for row in comparison.layers if row.difference is not None)
+    return next((row for row in measured if row.difference and row.difference.disagreeing), None)
 
 
 def _check_compared(rows: Sequence[ModeRow]) -> None:

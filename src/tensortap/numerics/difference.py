@@ -206,8 +206,8 @@ class Difference:
 
     @property
     def grade(self) -> str:
-        """The documents' word for the MSE."""
-        if math.isnan(self.mse):
+        """The documents' word for the MSE, which says nothing of values that are not finite."""
+        if math.isnan(self.mse) or self.disagreeing:
             return "undefined"
         limits = ((1e-4, "very close"), (1e-3, "good"), (1e-2, "fair"))
         return next((word for limit, word in limits if self.mse < limit), "large")
@@ -215,7 +215,7 @@ class Difference:
     @property
     def correlation_grade(self) -> str:
         """The documents' word for the correlation."""
-        if math.isnan(self.correlation):
+        if math.isnan(self.correlation) or self.disagreeing:
             return "undefined"
         limits = ((0.9999, "nearly perfect"), (0.999, "excellent"), (0.99, "good"))
         found = (word for limit, word in limits if self.correlation > limit)

@@ -127,6 +127,13 @@ class _Screen:
         self.line(f"  {'Range:':<10} [{fixed(summary.min)}, {fixed(summary.max)}]")
 
     def metrics(self, d: Difference, reference: str) -> None:
+        if d.disagreeing:
+            self.line()
+            self.line(
+                f"What follows is of the {d.finite:,} values that are finite on both sides; "
+                f"{d.disagreeing:,} are not.",
+                "bold red",
+            )
         self.head(f"Difference (Mode - {reference}):", "📏")
         self.item("Mean Diff", fixed(d.mean))
         self.item("Std Diff", fixed(d.std))

@@ -177,12 +177,13 @@ def modes_text(modes: Modes) -> str:
 def modes_document_text(modes: Modes) -> str:
     """The document's own table to the letter, and nothing else; a row a mode, in their order.
 
-    A number that a mode has not got is called what it is: undefined, or n/a where summaries alone
-    were compared. A mode that could not be compared says why, in its first sentence.
+    A number that a mode has not got is called what it is: undefined, missing with its layer, or
+    n/a where summaries alone were compared. A mode that could not be compared says why, in its
+    first sentence.
     """
     names = [text.clean(row.mode) for row in modes.modes]
-    first, *rest = (wide for _, wide in _COLUMNS)
-    widths = (max(first, *map(len, names)) if names else first, *rest)
+    least, *rest = (wide for _, wide in _COLUMNS)
+    widths = (max(least, *map(len, names)) if names else least, *rest)
     lines = [
         "=" * WIDTH,
         f"SUMMARY TABLE - All Modes vs {text.clean(modes.reference)}",
@@ -195,13 +196,13 @@ def modes_document_text(modes: Modes) -> str:
         if row.problem:
             lines.append(_aligned([name, f"not compared: {_first_sentence(row.problem)}"], widths))
             continue
-        lacking = "n/a" if _by_summaries(row) else "undefined"
+        first, last = (_lacking(row, layer) for layer in (row.first_layer, row.last_layer))
         cells = [
-            _scientific(row.first_layer_mse, lacking),
-            _fixed(row.first_layer_mae, lacking),
-            _scientific(row.last_layer_mse, lacking),
-            _fixed(row.last_layer_mae, lacking),
-            _fixed(row.mean_correlation, lacking),
+            _scientific(row.first_layer_mse, first),
+            _fixed(row.first_layer_mae, first),
+            _scientific(row.last_layer_mse, last),
+            _fixed(row.last_layer_mae, last),
+            _fixed(row.mean_correlation, _lacking(row)),
         ]
         lines.append(_aligned([name, *cells], widths))
     return "\n".join([*lines, "=" * WIDTH])
@@ -211,9 +212,17 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
     return " ".join(f"{cell:<{wide}}" for cell, wide in zip(cells, widths, strict=False)).rstrip()
 
 
-def _by_summaries(row: ModeRow) -> bool:
+def _lacking(row: ModeRow, layer: str | None = None) -> str:
+    """What stands in place of a number that a mode, or one of its layers, has not got."""
     found = row.comparison
-    return found is not None and all(layer.by_summaries for layer in found.compared)
+    if found is not None and all(compared.by_summaries for compared in found.compared):
+        return "n/a"
+    rows = [] if found is None or layer is None else found.layers
+    gone = any(
+        text.layer_name(r.layer) == text.layer_name(layer or "") and r.verdict == "missing"
+        for r in rows
+    )
+    return "missing" if gone else "undefined"
 
 
 def _one_line(words: str) -> str:
