@@ -13,6 +13,8 @@ from quamba_package import RECIPE
 
 import tensortap as tap
 from tensortap.errors import OptionError, TapError, TargetError
+from tensortap.selection.sites import sites
+from tensortap.taps.plan import shapes_without_running
 from tensortap.targets.load import load_target
 
 pytest.importorskip("transformers")
@@ -24,7 +26,6 @@ from quamba.model import TINY, seeded
 from quamba.paths import path_difference, path_text
 from quamba.target import DEFAULT_DIR, build
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import profile
 from transformers import MambaConfig, MambaForCausalLM
 
@@ -382,15 +383,23 @@ def test_a_cache_is_refused() -> None:
 @pytest.mark.parametrize("mode", ["fp32", "0", "2-1"])
 def test_a_rehearsal_counts_every_call_without_every_step(mode: str) -> None:
     """On shapes alone: a state a segment, and the layer's output has its shape and dtype."""
-    target = tiny(mode, samples=1, seq_len=100)
-    mixer = target.model.get_submodule(MIXER)
-    states, shapes = [], []
-    mixer.scan.state.register_forward_hook(lambda *_: states.append(1))
-    mixer.register_forward_hook(lambda _, __, output: shapes.append((output.shape, output.dtype)))
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, profile() as seen:
-        ids = fake.from_tensor(target.batches[0].kwargs["input_ids"])
-        mixer(target.model.backbone.embeddings(ids))
-    assert len(states) == 7, "segments of 16"
-    assert shapes == [((1, 100, TINY.hidden), torch.float32)]
+    mixer = tiny(mode).model.get_submodule(MIXER)
+    batch = tap.Target(mixer, torch.zeros(1, 100, TINY.hidden)).batches[0]
+    with profile() as seen:
+        plan = shapes_without_running(mixer, batch, sites(mixer))
+    assert not plan.notes
+    assert len([row for row in plan.rows if row.layer == "scan.state"]) == 7, "segments of 16"
+    (output,) = (row for row in plan.rows if row.layer == "")
+    assert (output.shape, output.dtype) == ((1, 100, TINY.hidden), "float32")
     products = [event for event in seen.events() if event.name == "aten::bmm"]
     assert 7 <= len(products) < 40, "a step a segment and linear layers, not a hundred steps"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "0", "2-1"])
+def test_an_export_has_every_step(mode: str) -> None:
+    """It runs on tensors without values too, and what it writes down is computed later."""
+    mixer = tiny(mode, samples=1, seq_len=20).model.get_submodule(MIXER)
+    x = torch.randn(1, 20, TINY.hidden, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exported = torch.export.export(mixer, (x,), strict=False).module()
+        torch.testing.assert_close(exported(x), mixer(x), rtol=1e-5, atol=1e-6)

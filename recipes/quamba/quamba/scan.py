@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tensortap.taps.plan import rehearsing
+
 from .integers import dequantise, quantise
 
 __all__ = ["OPERANDS", "FloatScan", "FusedScan", "PlainScan", "StateCodes"]
@@ -65,7 +67,7 @@ class FloatScan(nn.Module):
         steps = F.softplus(dt.transpose(1, 2))
         state = torch.zeros(*u.shape[:2], A.shape[-1], dtype=u.dtype)
         outputs: list[Tensor] = []
-        for start, end, length in _segments(u, u.shape[-1], self.segment):
+        for start, end, length in _segments(u.shape[-1], self.segment):
             for first in range(start, end, _AT_ONCE):
                 now = slice(first, min(first + _AT_ONCE, end))
                 # Time in front, so that each step lies in one piece.
@@ -131,7 +133,7 @@ class FusedScan(nn.Module):
         state = torch.zeros(batch, A.shape[0], inner)  # channels last: the longest runs
         decay = torch.empty_like(state)
         y = torch.empty(batch, length, inner)
-        for start, end, _ in _segments(u, length, self.segment):
+        for start, end, _ in _segments(length, self.segment):
             for t in range(start, end):
                 torch.mul(steps[:, t, None], A, out=decay)
                 state.mul_(decay.exp_()).addcmul_(fed[:, t, None], b[:, t, :, None])
@@ -143,15 +145,16 @@ class FusedScan(nn.Module):
         return y.mul_(F.silu(dequantise(z, scale["z"])))
 
 
-def _segments(u: Tensor, length: int, size: int) -> Iterator[tuple[int, int, int]]:
+def _segments(length: int, size: int) -> Iterator[tuple[int, int, int]]:
     """Where each segment starts, up to where it is computed, and its length.
 
-    That is its end, but for tensors that have shapes alone: a recording is rehearsed on such
-    ones, and thousands of steps would tell it nothing that the first does not.
+    That is its end, but for a recording's rehearsal, which wants calls and shapes alone:
+    thousands of steps would tell it nothing that the first does not.
     """
+    once = rehearsing()
     for start in range(0, length, size):
         end = min(start + size, length)
-        yield start, start + 1 if type(u).__name__ == "FakeTensor" else end, end - start
+        yield start, start + 1 if once else end, end - start
 
 
 def _read(state: Tensor, c: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -22,7 +23,9 @@ from ..selection.sites import Site, unwrap
 from .isolation import kept_attributes, random_devices
 from .leaves import flatten, flatten_call
 
-__all__ = ["Plan", "PlannedRow", "calls_without_running", "shapes_without_running"]
+__all__ = ["Plan", "PlannedRow", "calls_without_running", "rehearsing", "shapes_without_running"]
+
+_REHEARSING: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "nbytes": self.nbytes}
+
+
+def rehearsing() -> bool:
+    """Whether a model runs here for its calls and shapes alone, and nobody will see a value.
+
+    One that loops over thousands of steps may then take fewer. That its tensors have no values
+    is not the same: an export runs on such ones too, and keeps every step.
+    """
+    return _REHEARSING.get()
 
 
 def shapes_without_running(
@@ -174,10 +186,11 @@ def _swap_weights(model: nn.Module, fake: FakeTensorMode) -> None:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Put back every module's attributes, hooks and weights, and the random state."""
+    """A rehearsal: it puts back every module's attributes, hooks and weights, and random state."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # prints what we put in a note
     level = logger.level
     logger.setLevel(logging.CRITICAL)
+    token = _REHEARSING.set(True)
     with (
         torch.random.fork_rng(devices=random_devices()),
         torch.no_grad(),
@@ -187,6 +200,7 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
+            _REHEARSING.reset(token)
             logger.setLevel(level)
 
 
