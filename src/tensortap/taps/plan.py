@@ -64,7 +64,7 @@ def rehearsing() -> bool:
     One that loops over thousands of steps may then take fewer. That its tensors have no values
     is not the same: an export runs on such ones too, and keeps every step.
     """
-    return _REHEARSING.get()
+    return not torch.compiler.is_compiling() and _REHEARSING.get()
 
 
 def shapes_without_running(
