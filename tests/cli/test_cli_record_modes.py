@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import Run
@@ -129,6 +131,33 @@ def test_resume(run: Run, target: str, tmp_path: Path) -> None:
     other = run(*words, "--modes", "good", "--resume", "--inputs", "--seed", 4)
     assert other.code == 2
     assert "--inputs was off and is on" in other.err and "seed was not given and is 4" in other.err
+
+
+UNSEEDED = """
+import random
+import numpy as np
+import torch
+
+def build(mode="a"):
+    inputs = torch.randn(1, 2) + random.random() + np.random.rand()
+    return torch.nn.Linear(2, 2), inputs.float()
+"""
+
+
+def test_a_later_command_draws_the_same_numbers(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "unseeded.py").write_text(UNSEEDED)
+    words = ("record", f"{tmp_path}/unseeded.py:build", "-l", "all", "--inputs", "-o")
+    for more in (("--modes", "a"), ("--modes", "a,b", "--resume"), ("--modes", "c")):
+        torch.seed()  # as in a new process
+        np.random.seed()
+        random.seed()
+        assert run(*words, tmp_path / "runs", *more).code == 0
+    torch.seed()
+    assert run(*words, tmp_path / "runs" / "d", "--mode", "d").code == 0
+    first = open_recording(tmp_path / "runs" / "a")[""]
+    for mode in "bcd":
+        found = open_recording(tmp_path / "runs" / mode)[""]
+        assert torch.equal(found.input, first.input) and torch.equal(found.output, first.output)
 
 
 def test_resume_of_one_recording(run: Run, target: str, tmp_path: Path) -> None:

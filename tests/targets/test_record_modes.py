@@ -488,6 +488,18 @@ class TestResume:
         assert row.status == "kept"
         assert "The file of the option weights, w.bin, has changed" in row.notes[0]
 
+    def test_modes_that_began_with_other_random_numbers(self, target: str, tmp_path: Path) -> None:
+        torch.manual_seed(1)
+        record_modes(target, tmp_path, modes="a")
+        torch.manual_seed(1)
+        same_state = record_modes(target, tmp_path, modes="a,load", resume=True)
+        assert same_state.notes == ()
+        torch.manual_seed(2)
+        assert record_modes(target, tmp_path, modes="a", resume=True).notes == ()
+        other = record_modes(target, tmp_path, modes="good", resume=True)
+        assert [row.status for row in other] == ["kept", "recorded"]
+        assert "random state was another one when a began" in other.notes[0]
+
     def test_a_recording_of_unknown_making_is_not_touched(
         self, target: str, tmp_path: Path
     ) -> None:

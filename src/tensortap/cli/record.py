@@ -147,6 +147,7 @@ def record(
     """Run a model and record its layers, in one mode or in several. Exit 1: with --against \
 something diverged, or a self-check of a compiled model failed. Exit 2: a mode failed."""
     from ..targets.modes.request import Request
+    from ..targets.modes.surroundings import begin_from
     from .running import Settings
 
     if keep not in _KEEP:
@@ -214,6 +215,7 @@ something diverged, or a self-check of a compiled model failed. Exit 2: a mode f
         inputs_from=tuple(inputs_from or ()),
         calib=calib,
     )
+    begin_from(seed)
     wanted = [*(mode or ()), *(modes or ())]
     if modes or len(wanted) > 1:
         from . import record_modes as many

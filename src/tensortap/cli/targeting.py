@@ -210,6 +210,7 @@ def chosen_target(
     """
     from ..targets import load_target
     from ..targets.artefacts import is_artefact
+    from ..targets.modes.surroundings import begin_from
 
     if compiled is None and is_artefact(spec):
         raise OptionError(
@@ -218,10 +219,7 @@ def chosen_target(
             "file.py:function, or hf:DIR."
         )
 
-    if seed is not None:
-        import torch
-
-        torch.manual_seed(seed)
+    begin_from(seed)  # as `record` does: what is drawn at random is what was recorded
     options: dict[str, Any] = {
         "mode": mode,
         "seq_len": seq_len,

@@ -28,7 +28,8 @@ from .declared import mode_names
 from .places import left_from_before, places_of, whole
 from .request import Request
 from .results import ModesInterrupted, ModeStep, RecordedMode, RecordedModes
-from .rows import earlier_row, problem_of, row_of
+from .resume import DRAWN_FROM
+from .rows import begun_otherwise, earlier_row, problem_of, row_of
 from .surroundings import Surroundings, cuda_in_use
 
 __all__ = ["Progress", "record_modes", "record_one", "run_request"]
@@ -164,6 +165,8 @@ def run_request(
                         rows[mode] = row
                         tell(mode, row.status)
             left = {mode: path for mode, path in places.items() if mode not in rows}
+            if left:
+                notes += begun_otherwise(request, rows.values(), start)
             if jobs > 1:
                 from .workers import record_in_workers
 
@@ -194,8 +197,11 @@ def record_one(
     began = time.monotonic()
     loaded: list[Target] = []
     try:
-        start.restore(request.seed(mode))
+        seed = request.seed(mode)
+        start.restore(seed)
         place, settings = whole(path), request.settled(mode)  # the target may go to another folder
+        made_with = {**(settings.made_with or {}), DRAWN_FROM: start.drawn_from(seed)}
+        settings = replace(settings, made_with=made_with)
         loaded.append(replace(request.load(mode), mode=mode))  # by the name that was asked for
         outcome = run_target(loaded[0], place, settings, progress)
         row = row_of(outcome, mode, notes=loaded[0].notes)

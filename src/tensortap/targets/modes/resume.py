@@ -9,7 +9,9 @@ from typing import Any
 from ...errors import DamagedError, NotARecordingError
 from ...recording import reader
 
-__all__ = ["Earlier", "differences", "look"]
+__all__ = ["DRAWN_FROM", "Earlier", "differences", "look"]
+
+DRAWN_FROM = "drawn_from"  # what torch's random numbers began with; nothing that was asked for
 
 _WORDS = {
     "set": "--set",
@@ -79,6 +81,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What a recording was made with and what is asked for now, where they differ, in words."""
     found = []
     for key in dict.fromkeys((*then, *now)):
+        if key == DRAWN_FROM:
+            continue
         if key == "files":
             found += _changed_files(then, now)
         elif key == "target":

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ...errors import TapError
 from ...recording.reader import Recording
+from ...recording.reader import open as open_recording
 from ...recording.schema import COMPARISON
 from ...recording.store import open_store
 from ..running import Outcome
 from .request import Request
 from .results import RecordedMode
-from .resume import look
+from .resume import DRAWN_FROM, look
+from .surroundings import Surroundings
 
-__all__ = ["earlier_row", "problem_of", "row_of"]
+__all__ = ["begun_otherwise", "earlier_row", "problem_of", "row_of"]
 
 _STOPPED = (
     "Each forward was stopped behind '{}', the last call that was asked for. "
@@ -93,6 +95,26 @@ def earlier_row(request: Request, mode: str, path: str) -> RecordedMode | None:
     if found.recording is None:
         return None
     return row_of(Outcome(found.recording, 0.0), mode, notes=found.notes, status="kept")
+
+
+def begun_otherwise(
+    request: Request, rows: Iterable[RecordedMode], start: Surroundings
+) -> list[str]:
+    """That modes which are kept began with other random numbers than those that are made now."""
+    modes = []
+    for row in rows:
+        if row.status == "kept":
+            made_with = open_recording(row.path).manifest.selection.get("made_with") or {}
+            then = made_with.get(DRAWN_FROM)
+            if then not in (None, start.drawn_from(request.seed(row.mode))):
+                modes.append(row.mode)
+    if not modes:
+        return []
+    return [
+        f"torch's random state was another one when {', '.join(modes)} began: what the target "
+        "draws without a seed of its own (weights, inputs) is not the same in the modes that are "
+        "made now. Call torch.manual_seed before record_modes, or overwrite them all."
+    ]
 
 
 def problem_of(error: BaseException) -> str:

@@ -7,6 +7,7 @@ make the modes of one process differ from each other, and from those of a proces
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import random
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.modules import module as nn_module
 
-__all__ = ["Surroundings", "cuda_in_use"]
+__all__ = ["Surroundings", "begin_from", "cuda_in_use"]
 
 _FLAGS = (
     "cudnn.enabled",
@@ -93,6 +94,12 @@ class Surroundings:
         """
         return replace(Surroundings.now(), random=self.random, folder=self.folder)
 
+    def drawn_from(self, seed: int | None) -> str:
+        """What torch's numbers are drawn from when a mode begins: a seed, or a state."""
+        if seed is not None:
+            return f"seed {seed}"
+        return hashlib.sha256(self.random.torch_state).hexdigest()[:16]
+
     def elsewhere(self) -> Surroundings:
         """For another process, which is given its environment and its threads; can be pickled."""
         return replace(self, threads=None, environment=None, hooks=None)
@@ -154,6 +161,14 @@ class _Random:
             torch.cuda.manual_seed_all(torch.initial_seed())
         else:
             torch.cuda.set_rng_state_all([_tensor(state) for state in self.cuda_states])
+
+
+def begin_from(seed: int | None) -> None:
+    """Begin a command at a known random state: what it makes, another command can go on with."""
+    number = 0 if seed is None else seed
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
 
 
 def cuda_in_use() -> bool:
