@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import shutil
@@ -19,6 +20,7 @@ import torch
 
 from tensortap.errors import OptionError, RecordingExistsError
 from tensortap.recording import open as open_recording
+from tensortap.targets import load_target
 from tensortap.targets.modes import worker
 from tensortap.targets.modes.record import record_modes
 from tensortap.targets.modes.request import Request
@@ -374,6 +376,62 @@ def build(mode="a"):
         finally:
             torch.set_default_dtype(torch.float32)
             sys.modules.pop("set_once", None)
+
+
+class TestSharedModels:
+    """A function that returns the same model each time: its owner's stays what it is."""
+
+    def test_every_mode_is_made_of_the_model_as_it_was(self, tmp_path: Path) -> None:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+        net.table = torch.ones(2)
+        net[0].weight.mark = "kept"
+        x = torch.randn(3, 4)
+        before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        wanted = ("bf16", "fp32", "fake:w8a8", "fp64")
+        shared = record_modes(lambda: (net, x), tmp_path / "shared", modes=wanted, layers="all")
+        own = record_modes(
+            lambda: (copy.deepcopy(net), x), tmp_path / "own", modes=wanted, layers="all"
+        )
+        assert shared and own, str(shared)
+        for row in shared:
+            assert same(row.path, own[row.mode].path), row.mode
+        assert not same(shared["bf16"].path, shared["fp32"].path)
+        after = net.state_dict()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        assert net.table.dtype == torch.float32
+        assert "forward" not in vars(net[0])
+
+    def test_with_a_dtype(self, tmp_path: Path) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        target = load_target(lambda: (net, torch.ones(1, 4)), {"dtype": "bf16"})
+        assert target.model[0].weight.dtype == torch.bfloat16
+        assert net[0].weight.dtype == torch.float32
+
+    def test_one_that_cannot_be_spared_is_refused_the_next_time(self, tmp_path: Path) -> None:
+        """A function around the model would go on with the old one: it is converted in place."""
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        inner = net[0].forward
+        net[0].forward = lambda x: inner(x) * 2
+
+        found = record_modes(
+            lambda: (net, torch.ones(1, 4)), tmp_path, modes="bf16,fp32", layers="all"
+        )
+        assert [row.status for row in found] == ["recorded", "failed"]
+        assert open_recording(found["bf16"].path)["0"].output.dtype == torch.bfloat16
+        assert "returned the same model again" in str(found["fp32"].problem)
+        assert "the mode 'bf16'" in str(found["fp32"].problem)
+
+    def test_what_nobody_holds_is_held_once(self) -> None:
+        made: list[weakref.ref[torch.nn.Module]] = []
+
+        def build() -> Any:
+            net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+            made.append(weakref.ref(net))
+            return net, torch.ones(1, 4)
+
+        target = load_target(build, {"mode": "bf16"})
+        assert made[0]() is None and target.model[0].weight.dtype == torch.bfloat16
 
 
 class TestResume:

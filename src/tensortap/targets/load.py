@@ -15,6 +15,7 @@ from .importing import Found, call, finding
 from .modes.builtin import CASTS, apply_mode, is_builtin
 from .modes.declared import meaning, project_of
 from .modes.project import ModeTable
+from .modes.sparing import check_not_spoilt, collect, spared
 from .options import arguments, given, parse_dtype, takes
 from .target import Target, describe
 
@@ -160,17 +161,19 @@ def _built(
     keywords = arguments(function, values, f"The target {spec!r}")
     target = _to_target(call(found, keywords), spec, mode)
     check_usable(target, compiled or ProgramOptions())
+    check_not_spoilt(target, spec)
     if inputs_from:
         target = with_inputs(target, inputs_from, compiled)
+    why, builtin = "takes no dtype", None if means is None else means.builtin
+    if dtype is None and not takes(function, "dtype", by_name=True):  # it went into **options
+        why, dtype = "leaves the dtype aside", unheeded(target, values.get("dtype"))
+    if dtype is None and builtin is None:
+        return target
+    target = spared(target, f"the mode {mode!r}" if dtype is None else f"--dtype {dtype}")
+    collect(target.model)
     if dtype is not None:
-        target = cast_target(target, dtype, spec)
-    elif not takes(function, "dtype", by_name=True):  # it went into **options
-        left = unheeded(target, values.get("dtype"))
-        if left is not None:
-            target = cast_target(target, left, spec, "leaves the dtype aside")
-    if means is not None and means.builtin is not None:
-        target = apply_mode(target, means.builtin, calib=calib)
-    return target
+        target = cast_target(target, dtype, spec, why)
+    return target if builtin is None else apply_mode(target, builtin, calib=calib)
 
 
 def _check_dtype(mode: object, values: Mapping[str, Any]) -> None:
