@@ -45,7 +45,6 @@ class Reader:
         }
         self.environment.pop("PYTHON", None)
         self.ran: dict[str, Ran] = {}
-        self.kept: dict[int, np.ndarray[Any, Any]] = {}  # arrays that a later command replaces
 
     def type(self, command: str) -> Ran:
         done = subprocess.run(
