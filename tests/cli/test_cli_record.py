@@ -54,6 +54,18 @@ def twice():
         return model(*batch.args)
     return tap.Target(Model(), torch.ones(2, 4), run=run)
 
+class Leave(nn.Module):
+    def forward(self, x):
+        raise SystemExit(0)
+
+def leaving():
+    return Model(Leave()), torch.ones(2, 4)
+
+def elsewhere():
+    import os
+    os.chdir("/")
+    return Model(), torch.ones(2, 4)
+
 def silent():
     class Skips(Model):
         def forward(self, x):
@@ -194,6 +206,22 @@ def test_mistakes(run: Run, target: str, tmp_path: Path, arguments: list[str], s
     assert result.out == ""
     assert result.err.startswith("tensortap: ") or "\ntensortap: " in result.err
     assert said in result.err
+
+
+def test_a_model_that_leaves_is_no_success(run: Run, target: str, tmp_path: Path) -> None:
+    done = run("record", f"{target}:leaving", "-o", tmp_path / "run", "-l", "all")
+    assert done.code == 2
+    assert "The model failed in batch 0: SystemExit: 0" in done.err
+
+
+def test_a_target_that_goes_to_another_folder(
+    run: Run, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run("record", f"{target}:elsewhere", "-o", "here/run", "-l", "all")
+    assert done.code == 0, done.err
+    assert f"to {tmp_path}/here/run in" in done.out
+    assert open_recording(tmp_path / "here" / "run").status == "complete"
 
 
 def test_an_existing_recording_is_kept(run: Run, target: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from tensortap.errors import OptionError, RecordingExistsError
 from tensortap.recording import open as open_recording
 from tensortap.targets import load_target
-from tensortap.targets.modes import worker
+from tensortap.targets.modes import worker, workers
 from tensortap.targets.modes.record import record_modes
 from tensortap.targets.modes.request import Request
 from tensortap.targets.modes.results import ModesInterrupted, ModeStep, RecordedMode
@@ -29,13 +29,13 @@ from tensortap.targets.modes.resume import differences
 from tensortap.targets.modes.workers import death, threads_each
 
 TARGET = """
-import os, random, signal, time
+import os, random, signal, threading, time
 import numpy as np
 import torch
 from torch import nn
 import tensortap as tap
 
-MODES = ("a", "b", "load", "batch", "kill", "slow", "leave")
+MODES = ("a", "b", "load", "batch", "kill", "slow", "leave", "odd", "ctrl-c", "thread")
 MODE_GROUPS = {"good": ("a", "b")}
 
 class Net(nn.Module):
@@ -56,6 +56,12 @@ class Net(nn.Module):
             time.sleep(60)
         if self.mode == "leave":
             raise SystemExit(3)
+        if self.mode == "odd":
+            raise GeneratorExit("neither an error nor an exit")
+        if self.mode == "ctrl-c":
+            raise KeyboardInterrupt
+        if self.mode == "thread" and not self.calls:
+            threading.Thread(target=time.sleep, args=(300,)).start()
         self.calls += 1
         return self.second(x)
 
@@ -95,16 +101,17 @@ class TestHere:
     def test_a_mode_that_fails_is_a_row_and_the_others_go_on(
         self, target: str, tmp_path: Path
     ) -> None:
-        wanted = ["load", "a", "batch,leave", "b"]
+        wanted = ["load", "a", "batch,leave,odd", "b"]
         found = record_modes(target, tmp_path / "runs", modes=wanted)
-        assert [row.mode for row in found] == ["load", "a", "batch", "leave", "b"]
+        assert [row.mode for row in found] == ["load", "a", "batch", "leave", "odd", "b"]
         assert [row.status for row in found] == [
-            "failed", "recorded", "failed", "failed", "recorded",
+            "failed", "recorded", "failed", "failed", "failed", "recorded",
         ]  # fmt: skip
-        assert not found and [row.mode for row in found.failed] == ["load", "batch", "leave"]
+        assert not found and [row.mode for row in found.failed] == ["load", "batch", "leave", "odd"]
         assert "ValueError: no such weights" in str(found["load"].problem)
         assert "The model failed in batch 1: RuntimeError: trouble" in str(found["batch"].problem)
         assert "SystemExit: 3" in str(found["leave"].problem)
+        assert "GeneratorExit: neither an error nor an exit" in str(found["odd"].problem)
         assert not (tmp_path / "runs" / "load").exists()
         assert open_recording(tmp_path / "runs" / "batch").status == "failed"
         row = found["b"]
@@ -637,6 +644,22 @@ class TestProcesses:
         assert [process.returncode for process in started] == [0, -9]
         again = record_modes(target, tmp_path / "two", modes="b", resume=True, jobs=2)
         assert again["b"].status == "kept"
+
+    def test_what_holds_a_process_up_when_it_is_done(
+        self,
+        target: str,
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        started: Any,
+    ) -> None:
+        monkeypatch.setattr(workers, "_LINGER", 1.0)
+        found = record_modes(target, tmp_path, modes="thread,ctrl-c", jobs=2)
+        assert [row.status for row in found] == ["recorded", "failed"]
+        assert found["thread"].records == 4
+        assert str(found["ctrl-c"].problem).startswith("KeyboardInterrupt: ")
+        assert "Traceback" not in capfd.readouterr().err
+        assert started[0].returncode == -signal.SIGTERM
 
     def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path, started: Any) -> None:
         def press(step: ModeStep) -> None:

@@ -243,6 +243,7 @@ def _record_one(
 ) -> int:
     """One recording, at the folder itself."""
     from ..reporting.progress import progress
+    from ..targets.modes.places import whole
     from .running import run_target
 
     with aside():  # looking for the code of a package imports it
@@ -256,7 +257,10 @@ def _record_one(
         if kept is not None:
             return report(kept, as_json, kept=True)
         settings = replace(settings, overwrite=True)
+    place = whole(output)
     loaded = _load(request, mode)
+    if whole(output) != place:  # the target went to another folder
+        output = place
     if coarse:
         from .coarse import record_window
 

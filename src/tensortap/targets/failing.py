@@ -7,10 +7,12 @@ import traceback
 
 from ..errors import TargetError
 
-__all__ = ["model_failed"]
+__all__ = ["LEAVING", "model_failed"]
+
+LEAVING = (Exception, SystemExit, GeneratorExit)  # all but the user's Ctrl-C and our own stops
 
 
-def model_failed(error: Exception, batch: int, *, kept: bool = False) -> TargetError:
+def model_failed(error: BaseException, batch: int, *, kept: bool = False) -> TargetError:
     """The error to raise when a model raised in a batch; `kept`: half a recording is there."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
@@ -21,7 +23,7 @@ def model_failed(error: Exception, batch: int, *, kept: bool = False) -> TargetE
     )
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of what was raised; TorchScript puts a traceback of its own before it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if lines and "TorchScript interpreter" in lines[0]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..errors import TapError, TargetError
 from .artefacts import SUFFIXES, models_in
+from .failing import LEAVING
 from .target import Target, describe
 
 __all__ = ["Found", "call", "finding", "folder_of", "importable", "is_file"]
@@ -131,7 +132,7 @@ def _import_file(place: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+    except LEAVING as error:  # whatever a user's file does when it is imported
         del sys.modules[name]
         if isinstance(error, TapError):
             raise
@@ -155,7 +156,7 @@ def _import_module(place: str) -> ModuleType:
         raise TargetError(
             f"The target's module {place!r} cannot be imported: {_told(error)}"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever a user's module does when it is imported
+    except LEAVING as error:  # whatever a user's module does when it is imported
         raise TargetError(
             f"The target's module {place!r} cannot be imported: {_told(error)}"
         ) from error
@@ -188,7 +189,7 @@ def call(found: Found, keywords: Mapping[str, Any]) -> object:
         return found.function(**keywords)
     except TapError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's function does
+    except LEAVING as error:  # whatever a user's function does
         raise TargetError(
             f"The target {found.spec!r} failed: "
             f"{_told(error, getattr(found.module, '__file__', None))}"

@@ -163,7 +163,7 @@ def _heard(recorder: Recorder) -> bool:
 
 def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, index: int) -> None:
     """Run one batch; what the user's model raises is said with its place."""
-    from .failing import model_failed
+    from .failing import LEAVING, model_failed
 
     try:
         if target.run is not None:
@@ -176,7 +176,7 @@ def _run(recorder: Recorder, target: Target, batch: Batch, settings: Settings, i
             target.model.zero_grad(set_to_none=True)
     except TapError:
         raise
-    except Exception as error:  # whatever a user's model raises
+    except LEAVING as error:  # whatever a user's model raises
         raise model_failed(error, index, kept=_heard(recorder)) from error
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import OptionError
 from ..artefacts import is_artefact
+from ..failing import LEAVING
 from ..importing import importable, is_file
 
 __all__ = ["digests", "option_files", "target_files"]
@@ -87,7 +88,7 @@ def _origin(module: str) -> str | None:
     try:
         with importable(Path.cwd()):
             spec = importlib.util.find_spec(module)
-    except (Exception, SystemExit):  # whatever the package around it does when it is imported
+    except LEAVING:  # whatever the package around it does when it is imported
         return None
     return None if spec is None or not spec.has_location else spec.origin
 

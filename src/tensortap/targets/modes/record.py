@@ -205,7 +205,9 @@ def record_one(
         loaded.append(replace(request.load(mode), mode=mode))  # by the name that was asked for
         outcome = run_target(loaded[0], place, settings, progress)
         row = row_of(outcome, mode, notes=loaded[0].notes)
-    except (Exception, SystemExit) as error:  # whatever a mode does, the others go on
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a mode does, the others go on
         if os.environ.get("TENSORTAP_TRACEBACK"):
             traceback.print_exc()
         notes = () if loaded else left_from_before(path)

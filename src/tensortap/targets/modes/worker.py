@@ -82,6 +82,7 @@ def _record(job: Job, channel: Any) -> dict[str, Any]:
     from .record import record_one
     from .request import Request
     from .results import RecordedMode
+    from .rows import problem_of
     from .surroundings import Surroundings
 
     os.chdir(job.folder)
@@ -103,10 +104,13 @@ def _record(job: Job, channel: Any) -> dict[str, Any]:
         if isinstance(target, MainFunction):
             request = replace(request, target=target.find())
         mode_names(request.target, [job.mode])  # imports, as it did there, before anything counts
-    except Exception as error:
-        problem = f"The target cannot be found again in a process of its own: {error}"
+    except BaseException as error:  # whatever a user's module does when it is imported
+        problem = f"The target cannot be found again in a process of its own: {problem_of(error)}"
         return RecordedMode(job.mode, job.path, "failed", problem=problem).to_dict()
-    return record_one(request, job.mode, job.path, start, tell).to_dict()
+    try:
+        return record_one(request, job.mode, job.path, start, tell).to_dict()
+    except KeyboardInterrupt as error:  # not the user's: a Ctrl-C is heard by who started us
+        return RecordedMode(job.mode, job.path, "failed", problem=problem_of(error)).to_dict()
 
 
 def _exactly(size: int) -> bytes:

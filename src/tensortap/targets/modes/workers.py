@@ -36,6 +36,7 @@ _START = (
     "from tensortap.targets.modes.worker import main; main()"
 )
 _PATIENCE = 3.0  # seconds for a process to end when it is asked to
+_LINGER = 10.0  # seconds for one that has answered: threads of the target may hold it up
 _POLL = 0.2
 
 
@@ -65,6 +66,7 @@ def record_in_workers(
     heard: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
     running: dict[str, _Worker] = {}
     answers: dict[str, RecordedMode] = {}
+    answered: dict[str, float] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -82,6 +84,10 @@ def record_in_workers(
                 running[mode] = _begin(job, heard)
             _hear(heard, answers, tell)
             for mode, worker in list(running.items()):
+                if mode in answers:
+                    since = answered.setdefault(mode, time.monotonic())
+                    if time.monotonic() - since > _LINGER:
+                        _end([worker])
                 if worker.process.poll() is None:
                     continue
                 worker.reader.join(_PATIENCE)  # what it said last may still be on its way
