@@ -20,7 +20,7 @@ from .base import (
     names,
     register,
 )
-from .importing import Imported, import_tree
+from .importing import Imported, import_read, import_tree
 from .npy import NpyLayout
 from .npz import NpzLayout
 from .pt import PtLayout
@@ -36,6 +36,7 @@ __all__ = [
     "Tree",
     "detect",
     "get",
+    "import_read",
     "import_tree",
     "names",
     "register",

@@ -20,7 +20,7 @@ from ..writer import Writer, now, prepare
 from .base import Progress, Tree, _silent, detect, get
 from .files import safe_name
 
-__all__ = ["Imported", "import_tree"]
+__all__ = ["Imported", "import_read", "import_tree"]
 
 
 @dataclass(frozen=True)
@@ -73,12 +73,26 @@ def import_tree(
     done = 0
     results = []
     for tree, place in zip(trees, places, strict=True):
-        manifest = _manifest(tree, chosen.name, str(source), mode)
-        _write(tree, manifest, place, overwrite, _shifted(progress, done, total))
+        told = _shifted(progress, done, total)
+        results.append(import_read(tree, place, chosen.name, str(source), mode, overwrite, told))
         done += len(tree.entries)
-        layers = len({entry.row.layer for entry in tree.entries})
-        results.append(Imported(place, chosen.name, manifest.mode, layers, len(tree.entries)))
     return results
+
+
+def import_read(
+    tree: Tree,
+    out: str,
+    layout: str,
+    source: str,
+    mode: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Imported:
+    """Write a tree that was read already as one recording."""
+    manifest = _manifest(tree, layout, source, mode)
+    _write(tree, manifest, out, overwrite, progress)
+    layers = len({entry.row.layer for entry in tree.entries})
+    return Imported(out, layout, manifest.mode, layers, len(tree.entries))
 
 
 def _shifted(progress: Progress, before: int, total: int) -> Callable[[int], None]:

@@ -87,6 +87,23 @@ class NpyLayout:
         )
 
     def read(self, source: Path) -> list[Tree]:
+        return [_tree(source, mode, files) for mode, files in self.files(source).items()]
+
+    def read_each(self, source: Path) -> dict[str, Tree | LayoutError]:
+        """The tree of each mode as files name it, or why it cannot be read.
+
+        A bad file is no other mode's.
+        """
+        trees: dict[str, Tree | LayoutError] = {}
+        for mode, files in self.files(source).items():
+            try:
+                trees[mode] = _tree(source, mode, files)
+            except LayoutError as error:
+                trees[mode] = error
+        return trees
+
+    def files(self, source: Path) -> dict[str, dict[int, str]]:
+        """The names of the files, by mode and number."""
         modes: dict[str, dict[int, str]] = {}
         for name in listing(source):
             if match := _FILE.fullmatch(name):
@@ -95,15 +112,15 @@ class NpyLayout:
             raise LayoutError(
                 f"There is nothing to import in {source}: no file mode_<mode>_layer_<i>.npy."
             )
-        return [_tree(source, mode, files) for mode, files in modes.items()]
+        return modes
 
 
 def _numbered(recording: Recording) -> tuple[dict[int, str], tuple[str, ...]]:
     """Blocks by their index; a model without blocks is numbered in order of execution."""
     blocks = recording.manifest.structure.blocks
     found = {i: name for i, name in enumerate(blocks) if name in recording.layers}
-    if found or not recording.layers:
-        return found, ()
+    if blocks or not recording.layers:
+        return found, ()  # a number is a block's: what is none has no file here
     note = "The recording has no repeated blocks: its layers are numbered in order of execution."
     return dict(enumerate(recording.layers)), (note,)
 
