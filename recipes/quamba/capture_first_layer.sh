@@ -20,7 +20,7 @@ while (($#)) && [[ $1 != --* ]]; do
     modes+=("$1")
     shift
 done
-exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/save_first_layer_io.py" \
+exec "${PYTHON:-python3}" "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/save_first_layer_io.py" \
     --model "$MODEL" \
     --pretrained_dir "$PRETRAINED_DIR" \
     --modes "${modes[@]:-all}" \

@@ -9,13 +9,12 @@ shows each saved layer in full and writes comparisons/mode_2-1_vs_fp32.json. Sev
 from __future__ import annotations
 
 import argparse
-import glob
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import recipe
 from quamba.mode_config import MODE_GROUPS, MODES
@@ -29,8 +28,9 @@ if TYPE_CHECKING:
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Compare saved layer outputs of a mode with those of a reference mode.",
-        epilog="Exit code of one mode: 0 the same or within rounding, 1 diverged, 2 trouble. Of "
-        "several: 0 the table was made, 2 a mode could not be compared.",
+        epilog="Exit code of one mode: 0 every layer is the same or within rounding, 1 one "
+        "diverged or is missing, 2 trouble. Of several: 0 the table was made, 2 a mode could not "
+        "be compared.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -61,119 +61,165 @@ def command() -> int:
     several = len(options.mode) > 1 or options.mode[0] in MODE_GROUPS
     if several and options.save_comparison is not None:
         raise OptionError("--save_comparison names one file, and there are several modes.")
-    trees = saved_modes(Path(options.output_dir))
-    check_saved(options.reference, trees, options.output_dir, "reference ", *options.mode[:1])
-    modes = wanted_modes(options.mode, options.reference, trees, options.output_dir)
-    found = {mode: other_shape(mode, options.reference, options.output_dir) for mode in modes}
+    saved = saved_modes(Path(options.output_dir))
+    check_saved(options.reference, saved, "reference ", *options.mode[:1])
+    reference = saved[options.reference]
+    if reference.problem:
+        raise OptionError(reference.problem)
+    modes = wanted_modes(options.mode, options.reference, saved)
+    found = {mode: saved[mode].problem or unlike(saved[mode], reference) for mode in modes}
     problems = [problem for problem in found.values() if problem]
     modes = [mode for mode, problem in found.items() if not problem]
     if not modes:
         raise OptionError(problems[0])
-    for problem in problems:
-        note(problem)
+    for text in (*problems, *other_models([reference, *(saved[mode] for mode in modes)])):
+        note(text)
     with recipe.scratch(Path()) as folder:
         for mode in (options.reference, *modes):
-            take_in(trees[mode], mode, options.output_dir, folder)
+            take_in(saved[mode], folder)
         if not several:
             return screens(folder, modes[0], options)
         return max(table(folder, options), recipe.TROUBLE if problems else recipe.DONE)
 
 
-def saved_modes(folder: Path) -> dict[str, Tree]:
-    """The modes of which there are .npy files, in the order of the document."""
-    from tensortap.errors import LayoutError
-    from tensortap.recording.layouts import get
+@dataclass(frozen=True)
+class Saved:
+    """The files of one mode: its tree, or why it cannot be read, and what it says of its model."""
 
-    npy = get("npy")
+    mode: str
+    folder: str
+    tree: Tree | None
+    problem: str = ""
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found = {} if self.tree is None else self.tree.target.get("config")
+        return found if isinstance(found, dict) else {}
+
+    def again(self, mode: str) -> str:
+        """The command that saves another mode as this one was saved."""
+        shape = next(iter(self.shapes.values()), ())
+        return recipe.save_command(mode, self.folder, shape, tuple(self.shapes), self.config)
+
+
+def saved_modes(folder: Path) -> dict[str, Saved]:
+    """The modes of which there are .npy files, by name."""
+    from tensortap.errors import LayoutError
+    from tensortap.recording.layouts.npy import NpyLayout, open_npy
+
+    npy = NpyLayout()
     if not npy.detect(folder):
         raise LayoutError(
             f"There are no files mode_<mode>_layer_<i>.npy in {folder}. Save them first, the "
             f"reference with: {recipe.save_command('fp32', str(folder))}"
         )
-    trees = {str(tree.mode): tree for tree in npy.read(folder)}
-    return {mode: trees[mode] for mode in sorted(trees)}
+    saved: dict[str, Saved] = {}
+    files = npy.files(folder)
+    for name, tree in npy.read_each(folder).items():
+        if isinstance(tree, LayoutError):
+            saved[name] = Saved(name, str(folder), None, f"Mode {name} cannot be read: {tree}")
+        else:
+            shapes = {number: open_npy(folder / file).shape for number, file in files[name].items()}
+            mode = str(tree.mode)
+            saved[mode] = Saved(mode, str(folder), tree, "", dict(sorted(shapes.items())))
+    return {mode: saved[mode] for mode in sorted(saved)}
 
 
-def check_saved(
-    mode: str, trees: Mapping[str, Tree], folder: str, what: str = "", other: str = ""
-) -> None:
+def check_saved(mode: str, saved: Mapping[str, Saved], what: str = "", other: str = "") -> None:
     """A mode that was not saved is said with the command that saves it, as `other` was saved."""
     from tensortap.errors import OptionError
 
-    if mode in trees:
+    if mode in saved:
         return
-    there = f"{folder} holds {', '.join(trees)}"
+    like = saved.get(other) or next(iter(saved.values()))
+    there = f"{like.folder} holds {', '.join(saved)}"
     if mode not in MODES:
         raise OptionError(
             f"There is no {what}mode {mode!r}. The modes are {', '.join(MODES)}; {there}."
         )
     raise OptionError(
-        f"The {what}mode {mode} is not saved; {there}. Save it first: "
-        f"{recipe.save_command(mode, folder, a_shape(folder, other))}"
+        f"The {what}mode {mode} is not saved; {there}. Save it first: {like.again(mode)}"
     )
 
 
-def shapes(folder: str, mode: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of a mode's arrays, by file."""
-    import numpy as np
-
-    paths = sorted(Path(folder).glob(f"mode_{glob.escape(mode)}_layer_*.npy"))
-    return {path.name: np.load(path, mmap_mode="r").shape for path in paths}
-
-
-def a_shape(folder: str, mode: str) -> tuple[int, ...]:
-    """How a mode was saved; empty where it was not."""
-    return next(iter(shapes(folder, mode).values()), ())
-
-
-def other_shape(mode: str, reference: str, folder: str) -> str | None:
-    """Why a mode cannot be compared: its samples are not those of the reference."""
-    theirs = shapes(folder, reference)
-    for name, shape in shapes(folder, mode).items():
-        twin = name.replace(f"mode_{mode}_", f"mode_{reference}_", 1)
-        if twin in theirs and theirs[twin] != shape:
-            command = recipe.save_command(mode, folder, theirs[twin])
+def unlike(saved: Saved, reference: Saved) -> str:
+    """Why a mode cannot be compared: it has no layer, or other samples, than the reference."""
+    mode = saved.mode
+    again = "." if mode not in MODES else f". Save mode {mode} again: {reference.again(mode)}"
+    both = [number for number in saved.shapes if number in reference.shapes]
+    if not both:
+        here, there = (", ".join(map(str, side.shapes)) for side in (saved, reference))
+        return (
+            f"Mode {mode} is saved at layer {here} and the reference {reference.mode} at layer "
+            f"{there}: they have none in common{again}"
+        )
+    for number in both:
+        ours, theirs = (list(side.shapes[number]) for side in (saved, reference))
+        if ours != theirs:
             return (
-                f"{name} holds {list(shape)} and {twin} {list(theirs[twin])}: they are not of the "
-                f"same samples. Save mode {mode} again: {command}"
+                f"mode_{mode}_layer_{number}.npy holds {ours} and mode_{reference.mode}_layer_"
+                f"{number}.npy {theirs}: they are not of the same samples{again}"
             )
-    return None
+    return ""
 
 
-def wanted_modes(
-    words: Sequence[str], reference: str, trees: Mapping[str, Tree], folder: str
-) -> list[str]:
+def other_models(saved: Sequence[Saved]) -> list[str]:
+    """What makes a comparison one of models rather than of modes: other weights, other scales."""
+    told: list[str] = []
+    reference = saved[0]
+    quantised = [each for each in saved if recipe.is_quantised(each.mode) and each.config]
+    for each in saved[1:]:
+        told += _differing(each, reference, ("model", "weights", "tiny"))
+    for each in quantised[1:]:
+        told += _differing(each, quantised[0], ("percentile", "calib", "hadamard"))
+    return told
+
+
+def _differing(one: Saved, other: Saved, keys: Sequence[str]) -> list[str]:
+    if not one.config or not other.config:
+        return []
+    return [
+        f"Mode {one.mode} was saved with {key} {one.config.get(key)}, mode {other.mode} "
+        f"with {other.config.get(key)}: they are not the same but for the mode."
+        for key in keys
+        if one.config.get(key) != other.config.get(key)
+    ]
+
+
+def wanted_modes(words: Sequence[str], reference: str, saved: Mapping[str, Saved]) -> list[str]:
     """The modes to compare; those of a group that are not saved are left out, and told of."""
     from tensortap.errors import OptionError
 
+    like = saved[reference]
     found: dict[str, None] = {}
     for word in words:
         if word not in MODE_GROUPS:
-            check_saved(word, trees, folder, "", reference)
+            check_saved(word, saved, "", reference)
             if word == reference:
                 raise OptionError(f"Mode {word} is the reference itself. Name another mode.")
             found[word] = None
             continue
-        for mode in dict.fromkeys((*MODE_GROUPS[word], *(trees if word == "all" else ()))):
-            if mode in trees and mode != reference:
+        for mode in dict.fromkeys((*MODE_GROUPS[word], *(saved if word == "all" else ()))):
+            if mode in saved and mode != reference:
                 found[mode] = None
             elif mode != reference:
-                like = a_shape(folder, reference)
-                note(f"Mode {mode} is not saved: {recipe.save_command(mode, folder, like)}")
+                note(f"Mode {mode} is not saved: {like.again(mode)}")
     if not found:
         raise OptionError(
-            f"There is nothing to compare with {reference} in {folder}. Save another mode first: "
-            f"{recipe.save_command('2-1', folder)}"
+            f"There is nothing to compare with {reference} in {like.folder}. Save another mode "
+            f"first: {like.again('2-1')}"
         )
     return list(found)
 
 
-def take_in(tree: Tree, mode: str, source: str, folder: Path) -> None:
+def take_in(saved: Saved, folder: Path) -> None:
     """One mode's files as a recording."""
-    from tensortap.recording.layouts import import_tree
+    from tensortap.recording.layouts import import_read
     from tensortap.targets.modes.declared import folder_name
 
-    import_tree(source, f"{folder}/{folder_name(mode)}", layout="npy", mode=tree.mode)
+    if saved.tree is not None:
+        import_read(saved.tree, f"{folder}/{folder_name(saved.mode)}", "npy", saved.folder)
 
 
 def screens(folder: Path, mode: str, options: argparse.Namespace) -> int:
@@ -194,9 +240,12 @@ def screens(folder: Path, mode: str, options: argparse.Namespace) -> int:
         screen = layer_screen(result, row, width=console.width, title=title, icons=True)
         console.print(screen, soft_wrap=True)
     save(result, mode, options.reference, options.save_comparison)
+    lacking = [row.layer for row in result.layers if row.verdict == "missing" and row.layer]
+    for layer in lacking:
+        note(f"Mode {mode} has no {layer}: it was not compared.")
     if not result.compared:
         return recipe.TROUBLE
-    return recipe.DONE if result.same else recipe.DIFFERS
+    return recipe.DONE if result.same and not lacking else recipe.DIFFERS
 
 
 def named(result: Comparison, reference: str, mode: str) -> Comparison:
@@ -246,14 +295,21 @@ def table(folder: Path, options: argparse.Namespace) -> int:
 
 def in_words(modes: Modes, folder: Path) -> list[str]:
     """What the table does not show: modes that are the same bits, and mode 0 against 2-1."""
+    import torch
+
     import tensortap as tap
     from tensortap.targets.modes.declared import folder_name
 
     digests: dict[str, list[str]] = {}
     for name in (modes.reference, *(row.mode for row in modes.modes)):
         digest = hashlib.blake2b()
-        for record in tap.open(folder / folder_name(name)).records:
-            digest.update(record.tensor().contiguous().numpy().tobytes())
+        run = tap.open(folder / folder_name(name))
+        blocks = run.manifest.structure.blocks
+        for record in run.records:
+            tensor = record.tensor().contiguous()
+            number = blocks.index(record.layer) if record.layer in blocks else record.layer
+            digest.update(f"{number} {list(tensor.shape)} {tensor.dtype};".encode())
+            digest.update(tensor.view(torch.uint8).numpy().tobytes())
         digests.setdefault(digest.hexdigest(), []).append(name)
     equal = [" = ".join(group) for group in digests.values() if len(group) > 1]
     lines = [f"The same bits at every saved layer: {'; '.join(equal) or 'no two modes'}."]

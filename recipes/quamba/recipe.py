@@ -7,9 +7,11 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -28,7 +30,8 @@ MODEL = "quamba-130m-w8a8"
 PRETRAINED_DIR = "pretrained_models/Quamba1-pa9999/pa-0.9999"
 OUTPUT_DIR = "layer_outputs"
 COMPARISONS = "comparisons"
-SAMPLES, SEQ_LEN = 10, 512
+SAMPLES, SEQ_LEN, PERCENTILE, CALIB = 10, 512, 0.9999, 4
+SEEDED = "seeded random weights"  # how the statistics of such a model begin
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
 DONE, DIFFERS, TROUBLE = 0, 1, 2
@@ -53,9 +56,17 @@ def main(command: Callable[[], int]) -> NoReturn:
         sys.exit(left.exit_code)
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "transformers", "numpy"):
-            raise
+            _broken()
         sys.exit(_lacking(error.name))
+    except Exception:
+        _broken()
     sys.exit(DONE)
+
+
+def _broken() -> NoReturn:
+    """Leave after an error of ours: Python's own exit code would say that something differs."""
+    traceback.print_exc()
+    sys.exit(TROUBLE)
 
 
 def _lacking(package: str) -> int:
@@ -82,6 +93,15 @@ def count(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    """What torch takes as a seed, for argparse."""
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number from 0 with at most 18 digits"
+        )
+    return int(text)
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What every script that runs the model takes."""
     parser.add_argument(
@@ -94,7 +114,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--percentile",
         type=float,
-        default=0.9999,
+        default=PERCENTILE,
         metavar="P",
         help="where SSM input and state are clipped in calibration; 1 is min-max "
         "(default: %(default)s)",
@@ -107,11 +127,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calib",
         type=count,
-        default=4,
+        default=CALIB,
         metavar="N",
         help="sequences that the scales come from, none of them recorded (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random weights (default: 0)")
+    parser.add_argument(
+        "--seed", type=seed, default=0, metavar="N", help="of random weights (default: 0)"
+    )
     parser.add_argument(
         "--tiny",
         action="store_true",
@@ -138,17 +160,42 @@ def is_quantised(mode: str) -> bool:
     return mode not in FLOATS
 
 
-def save_command(mode: str, output_dir: str, like: Sequence[int] = ()) -> str:
-    """The command that saves a mode, as the document has it, for arrays of the shape `like`."""
-    quantize = " --quantize" if is_quantised(mode) else ""
-    sizes = ""
-    if len(like) == 3:
-        given = (("--calib_data_num", like[0], SAMPLES), ("--calib_seqlen", like[1], SEQ_LEN))
-        sizes = "".join(f" {name} {size}" for name, size, usual in given if size != usual)
-    return (
-        f"python3 save_layer_outputs.py {MODEL} --pretrained_dir {PRETRAINED_DIR} "
-        f"--mode {mode}{quantize} --output_dir {output_dir}{sizes}"
-    )
+def save_command(
+    mode: str,
+    output_dir: str,
+    shape: Sequence[int] = (),
+    numbers: Sequence[int] = (),
+    config: Mapping[str, Any] | None = None,
+) -> str:
+    """The command that saves a mode, as the document has it, like another that is saved.
+
+    `shape` and `numbers` are those of its arrays, `config` what it says of its model.
+    """
+    told = config or {}
+    weights = str(told.get("weights") or SEEDED)
+    words = ["python3", "save_layer_outputs.py", str(told.get("model") or MODEL)]
+    words += ["--pretrained_dir", PRETRAINED_DIR if weights.startswith(SEEDED) else weights]
+    words += ["--mode", mode, *(["--quantize"] if is_quantised(mode) else [])]
+    words += ["--output_dir", output_dir]
+    given: list[tuple[str, object, object]] = []
+    if len(shape) == 3:
+        given += [("calib_data_num", shape[0], SAMPLES), ("calib_seqlen", shape[1], SEQ_LEN)]
+    given += [
+        (name, told.get(name, usual), usual)
+        for name, usual in (("percentile", PERCENTILE), ("calib", CALIB), ("seed", 0))
+    ]
+    for name, value, usual in given:
+        words += [] if value == usual else [f"--{name}", str(value)]
+    words += [f"--{name}" for name in ("hadamard", "tiny") if told.get(name) and not _set(name)]
+    last = int(told.get("layers") or 24) - 1
+    if numbers and set(numbers) != {0, last}:
+        words += ["--layers", *map(str, sorted(numbers))]
+    return shlex.join(words)
+
+
+def _set(name: str) -> bool:
+    """Whether an option is on without being named."""
+    return name == "tiny" and os.environ.get(TINY, "") not in ("", "0")
 
 
 @contextlib.contextmanager
@@ -156,6 +203,7 @@ def scratch(beside: Path) -> Iterator[Path]:
     """A folder that is gone afterwards, on the disk that the results go to."""
     from tensortap.errors import OptionError
 
+    made = [place for place in (beside, *beside.parents) if not place.exists()]
     try:
         beside.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".tensortap-", dir=beside))
@@ -167,6 +215,9 @@ def scratch(beside: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        for place in made:  # nothing was written: leave no empty folder behind
+            with contextlib.suppress(OSError):
+                place.rmdir()
 
 
 def modes_of(wanted: Sequence[str]) -> tuple[str, ...]:
@@ -209,8 +260,11 @@ def record(
     for text in dict.fromkeys(text for mode in recorded.modes for text in mode.notes):
         if not text.startswith(_STOPPED):
             note(text)
+    failed: dict[str, list[str]] = {}
     for mode in recorded.failed:
-        note(f"Mode {mode.mode} failed: {mode.problem}")
+        failed.setdefault(mode.problem or "", []).append(mode.mode)
+    for problem, names in failed.items():  # what is wrong with the model is so in every mode
+        note(f"Mode{'s' * (len(names) > 1)} {', '.join(names)} failed: {problem}")
     return recorded
 
 

@@ -22,7 +22,7 @@ while (($#)) && [[ $1 != --* ]]; do
     modes+=("$1")
     shift
 done
-exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/save_layer_outputs.py" "$MODEL" \
+exec "${PYTHON:-python3}" "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/save_layer_outputs.py" "$MODEL" \
     --pretrained_dir "$PRETRAINED_DIR" \
     --mode "${modes[@]:-all}" \
     --output_dir "$OUTPUT_DIR" \

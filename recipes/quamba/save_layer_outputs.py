@@ -98,7 +98,8 @@ def command() -> int:
     out = Path(options.output_dir)
     if out.exists() and not out.is_dir():
         raise OptionError(f"--output_dir {out} is a file. Name a folder.")
-    modes = recipe.modes_of(options.mode)
+    words = [word for word in options.mode if word != recipe.MODEL]  # MODEL behind --mode MODE
+    modes = recipe.modes_of(words or ["fp32"])
     check_quantize(options.quantize, modes)
     given = recipe.model_options(options, options.model)
     with recipe.scratch(out) as folder:

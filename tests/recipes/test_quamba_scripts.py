@@ -94,6 +94,25 @@ def test_a_model_that_cannot_be_built_is_a_sentence(
     assert ran.files == before
 
 
+def test_what_is_wrong_in_every_mode_is_said_once(reader: Reader) -> None:
+    ran = reader.type("./capture_first_layer.sh --pretrained_dir nowhere --output_file new/io.npz")
+    assert ran.code == 2 and not (reader.folder / "new").exists()
+    told = [line for line in ran.err.splitlines() if "nowhere" in line]
+    assert len(told) == 1 and "Modes fp32, 0, 2-0, 2-1, 2-2, 2-3, 2-4, 3 failed" in told[0], told
+    ran = reader.type("./save_all_modes.sh fp32 --seed 99999999999999999999")
+    assert ran.code == 2 and "is no whole number from 0" in ran.err
+
+
+@pytest.mark.parametrize("layers", ["embedding", "final_norm backbone.layers.3.mixer"])
+def test_a_number_is_a_blocks(reader: Reader, layers: str) -> None:
+    """What is no block has no number, and takes no block's file."""
+    before = reader.type("true").files
+    ran = reader.type(f"./save_all_modes.sh fp_only {SIZES} --layers {layers} --output_dir none")
+    assert ran.code == 2, ran.out
+    assert "holds no output tensors of blocks" in said(ran.err)
+    assert ran.files == before
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
 def test_sizes_are_whole_numbers(reader: Reader, value: str) -> None:
     ran = reader.type(f"python3 save_layer_outputs.py --calib_data_num {value}")
@@ -158,6 +177,86 @@ def test_saving_again_replaces_a_mode_and_leaves_the_others(reader: Reader) -> N
         *(f"again/mode_fp32_layer_{i}.npy" for i in (0, 23)),
         *(f"again/mode_2-2_layer_{i}.npy" for i in (0, 1, 23)),
     }
+
+
+def test_the_model_may_stand_behind_the_modes(reader: Reader) -> None:
+    command = f"python3 save_layer_outputs.py {SIZES} --output_dir behind --mode 0 quamba-130m-w8a8"
+    ran = reader.type(command)
+    assert ran.code == 0, ran.err
+    assert "behind/mode_0_layer_23.npy" in ran.files
+
+
+def test_a_quick_run_compares_what_it_saved(reader: Reader, warm: WarmPython) -> None:
+    """Wherever that is: in the folder of an option, or of the head of save_all_modes.sh."""
+    quick = Reader(reader.folder.parent / "quick", warm)
+    shutil.copytree(reader.folder / "layer_outputs", quick.folder / "layer_outputs")
+    ran = quick.type(f"./QUICK_RUN.sh fp32 2-4 {SIZES} --output_dir=two")
+    assert ran.code == 0, ran.err
+    assert "\n2-4 " in ran.out and "\n2-1 " not in ran.out
+    ran = quick.type("./QUICK_RUN.sh bogus")
+    assert ran.code == 2 and "SUMMARY TABLE" not in ran.out, "it would be an older run's"
+    quick.type("sed -i 's|^OUTPUT_DIR=.*|OUTPUT_DIR=\"here too\"  # mine|' save_all_modes.sh")
+    ran = quick.type(f"./QUICK_RUN.sh fp32 3 {SIZES} && ln -s $PWD/comparewithfp two/linked")
+    assert ran.code == 0 and "\n3 " in ran.out and "\n2-1 " not in ran.out, ran.err
+    ran = quick.type("two/linked 3; ./comparewithfp 2-1")
+    assert "Layer 23 - Comparison Results" in ran.out
+    assert "2-1 is not saved; here too holds 3, fp32." in ran.err
+    assert "--mode 2-1 --quantize --output_dir 'here too' --calib_data_num 2" in ran.err
+
+
+def test_other_weights_and_scales_are_told(reader: Reader) -> None:
+    out = f"{SIZES} --output_dir mixed"
+    reader.type(f"./save_all_modes.sh fp32 0 {out}")
+    reader.type(f"./save_all_modes.sh 2-1 {out} --seed 5 --percentile 0.9 --layers 0 3")
+    ran = reader.type("./compare_all_modes.sh --output_dir mixed")
+    assert "Mode 2-1 was saved with weights seeded random weights (seed 5), mode fp32" in ran.err
+    assert "Mode 2-1 was saved with percentile 0.9, mode 0 with 0.9999" in ran.err
+    assert "Mode 0 was saved with" not in ran.err
+    ran = reader.type("./comparewithfp 3 --output_dir mixed --reference 2-1")
+    assert "--percentile 0.9 --seed 5 --layers 0 3" in said(ran.err)
+
+
+def test_arrays_that_cannot_be_compared_are_told_of(reader: Reader) -> None:
+    """And stop nobody else: no layer in common, a missing one, NaN, or a file that is torn."""
+    folder = reader.folder / "odd"
+    folder.mkdir()
+    first, last = np.random.default_rng(0).normal(size=(2, 2, 8, 4)).astype(np.float32)
+    broken = first.copy()
+    broken[0, 0, 0] = np.nan
+    for mode, arrays in {
+        "fp32": {0: first, 23: last},
+        "twin": {0: first, 23: last},
+        "moved": {1: first, 22: last},
+        "half": {0: first},
+        "nan": {0: broken, 23: last},
+        "torn": {0: first},
+    }.items():
+        for number, array in arrays.items():
+            np.save(folder / f"mode_{mode}_layer_{number}.npy", array)
+    (folder / "mode_torn_stats.json").write_text('{"mode": ')
+    ran = reader.type("./compare_all_modes.sh --output_dir odd")
+    assert ran.code == 2
+    assert "The same bits at every saved layer: fp32 = twin.\n" in ran.out
+    assert re.search(r"^half +0\.0+e\+00 +0\.0+ +missing +missing ", ran.out, re.MULTILINE)
+    assert re.search(r"^nan +undefined +undefined +0\.0+e\+00 ", ran.out, re.MULTILINE)
+    assert "Mode torn cannot be read: odd/mode_torn_stats.json " in ran.err
+    moved = "Mode moved is saved at layer 1, 22 and the reference fp32 at layer 0, 23: they have "
+    assert moved in ran.err and "nan is NaN or infinite at layer_0" in ran.err
+    assert reader.type("./comparewithfp twin --output_dir odd").code == 0
+    assert moved in said(reader.type("./comparewithfp moved --output_dir odd").err)
+    ran = reader.type("./comparewithfp half --output_dir odd")
+    assert ran.code == 1 and "Mode half has no layer_23: it was not compared." in ran.err
+    assert "mode_torn_stats" in said(reader.type("./comparewithfp torn --output_dir odd").err)
+
+
+def test_an_error_of_ours_is_no_difference(reader: Reader, warm: WarmPython) -> None:
+    broken = Reader(reader.folder.parent / "ours", warm)
+    with (broken.folder / "compare_with_fp.py").open("r+") as file:
+        text = file.read().replace("def command() -> int:", "def command() -> int:\n    1 / 0")
+        file.seek(0)
+        file.write(text)
+    ran = broken.type("./comparewithfp 2-1")
+    assert ran.code == 2 and "ZeroDivisionError" in ran.err
 
 
 def test_statistics_say_what_was_run(reader: Reader) -> None:
