@@ -82,7 +82,7 @@ def test_a_table_notes_by_mode_and_what_comes_next(run: Run, target: str, tmp_pa
         ["double", "recorded", "2", "4"],
     ]
     assert "note: fp32, double: The model has no repeated blocks" in done.err
-    assert f"next: tensortap summary {tmp_path / 'runs'} --reference fp32" in done.err
+    assert done.err.endswith(f"next: tensortap compare {tmp_path / 'runs'}\n")
     assert "a word of the target" in done.err
     command = open_recording(tmp_path / "runs" / "double").manifest.selection["command"]
     assert command == f"tensortap record {target}:build --mode double"
@@ -145,13 +145,20 @@ def build(mode="a"):
 
 
 def test_a_later_command_draws_the_same_numbers(run: Run, tmp_path: Path) -> None:
+    """And without fp32, what comes next, and the sentence where it was forgotten, name another."""
     (tmp_path / "unseeded.py").write_text(UNSEEDED)
     words = ("record", f"{tmp_path}/unseeded.py:build", "-l", "all", "--inputs", "-o")
     for more in (("--modes", "a"), ("--modes", "a,b", "--resume"), ("--modes", "c")):
         torch.seed()  # as in a new process
         np.random.seed()
         random.seed()
-        assert run(*words, tmp_path / "runs", *more).code == 0
+        done = run(*words, tmp_path / "runs", *more)
+        assert done.code == 0
+        assert done.err.endswith(f"next: tensortap compare {tmp_path}/runs --reference a\n") == (
+            "--resume" in more
+        )
+    lost = run("compare", tmp_path / "runs")
+    assert lost.code == 2 and "(take another one with --reference a), only: a, b, c." in lost.err
     torch.seed()
     assert run(*words, tmp_path / "runs" / "d", "--mode", "d").code == 0
     first = open_recording(tmp_path / "runs" / "a")[""]

@@ -94,8 +94,9 @@ def _report(recorded: RecordedModes, as_json: bool) -> int:
         _complain(f"mode {row.mode} failed: {row.problem}")
     there = [row for row in recorded if row]
     if not as_json and len(there) > 1:
-        reference = next((row.mode for row in there if row.mode == "fp32"), there[0].mode)
-        words = ["tensortap", "summary", recorded.folder, "--reference", reference]
+        words = ["tensortap", "compare", recorded.folder]
+        if all(row.mode != "fp32" for row in there):
+            words += ["--reference", there[0].mode]
         typer.echo(f"next: {shlex.join(words)}", err=True)
     return _code(recorded)
 

@@ -20,6 +20,7 @@ __all__ = ["COMPARISONS", "FoundMode", "ModeFolder", "holds_modes", "open_modes"
 COMPARISONS = "comparisons"  # beside the modes, and never one of them
 _SEGMENT = re.compile(r"segment-.*\.safetensors")
 _MANY = 12  # names in a sentence
+_FLOATS = ("fp64", "fp32", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class ModeFolder:
         found = self.find(name)
         if found is None:
             raise ComparisonError(
-                f"There is no recording of the reference mode {name!r} in {self.url}, only: "
-                f"{self._names()}. Record it first: {self.command(name)}"
+                f"There is no recording of the reference mode {name!r} in {self.url}"
+                f"{self._another()}, only: {self._names()}. Record it first: {self.command(name)}"
             )
         if isinstance(found.run, TapError):
             raise ComparisonError(f"The reference {name!r} cannot be read: {found.run}")
@@ -109,6 +110,14 @@ class ModeFolder:
                 break
         name = "MODE" if mode is None else mode
         return shlex.join([*words, "--mode", name, "-o", f"{self.url}/{folder_name(name)}"])
+
+    def _another(self) -> str:
+        """How to trust a mode that is there: a float one, if there is one."""
+        there = [found.mode for found in self.modes if isinstance(found.run, Recording)]
+        if not there:
+            return ""
+        best = min(there, key=lambda mode: _FLOATS.index(mode) if mode in _FLOATS else len(_FLOATS))
+        return f" (take another one with {shlex.join(['--reference', best])})"
 
     def _names(self) -> str:
         more = f", … ({len(self.modes)})" if len(self.modes) > _MANY else ""
