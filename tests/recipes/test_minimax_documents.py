@@ -1,7 +1,8 @@
 """The commands and snippets of document 000, run as its reader would run them.
 
-They stand here word for word. Every block runs in a copy of recipes/minimax_m2, which is
-`minimax_m2_misc/`; `/home/ubuntu/` is that folder too. `python` is a fork of a warm interpreter.
+They stand here, and in minimax_reader.py, word for word. Every block runs in a copy of
+recipes/minimax_m2, which is `minimax_m2_misc/`; `/home/ubuntu/` is that folder too. `python` is a
+fork of a warm interpreter.
 """
 
 from __future__ import annotations
@@ -11,57 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from minimax_reader import RECIPE, ROOT, Reader
+from minimax_reader import COMPILE, ON_GPU, RECIPE, ROOT, SKIP_COMPILE, WORKFLOW, Reader
 
 pytest.importorskip("transformers")
-
-COMPILE = r"""
-cd /home/ubuntu/neuronx-distributed-inference/examples
-
-# 编译模型（只需要做一次）
-python minimax_m2_misc/test_layer_by_layer.py --test-type full
-"""
-
-SKIP_COMPILE = r"""
-python minimax_m2_misc/test_layer_by_layer.py --test-type full --skip-compile
-"""
-
-ON_GPU = r"""
-# 在GPU机器上
-python minimax_m2_misc/test_layer_by_layer_gpu.py --test-type extract-all
-"""
-
-WORKFLOW = r"""
-# 1. 编译模型（第一次运行）
-python minimax_m2_misc/test_layer_by_layer.py --test-type full
-
-# 2. 运行推理并记录所有层输出
-python minimax_m2_misc/test_layer_by_layer.py --test-type full --skip-compile
-
-# 3. 分析输出（Python脚本）
-python <<EOF
-import torch
-
-# 加载元数据
-metadata = torch.load('/home/ubuntu/traced_model/test_layers/full_model/metadata.pt')
-stats = metadata['statistics']
-
-# 打印所有层的摘要
-print("所有层统计摘要:\n")
-for layer_name in sorted(stats.keys()):
-    if 'layer_' in layer_name:
-        stat = stats[layer_name]
-        status = "✓" if not stat.get('has_nan') and not stat.get('has_inf') else "✗"
-        print(f"{status} {layer_name:15s} Mean={stat['mean']:8.4f} Std={stat['std']:8.4f}")
-EOF
-
-# 4. 与GPU版本对比（如果有的话）
-python compare_gpu_neuron_outputs.py \
-  --gpu-path /home/ubuntu/traced_model/gpu_reference/full_model \
-  --neuron-path /home/ubuntu/traced_model/test_layers/full_model \
-  --layer-pattern "layer_*" \
-  --report-path /home/ubuntu/comparison_reports/
-"""
 
 LOAD_LAYER = r"""
 import torch
@@ -249,21 +202,20 @@ FILES = {
 }
 
 
-@pytest.fixture(scope="module")
-def typed(minimax: Reader) -> Reader:
-    """Each block of commands, one after the other."""
-    for block in (COMPILE, SKIP_COMPILE, ON_GPU):
-        ran = minimax.type(block)
-        assert ran.code == 0, f"{block}\n{ran.err}"
-    return minimax
-
-
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_commands_make_the_files_that_the_document_promises(typed: Reader) -> None:
-    traced = typed.folder / "traced_model"
+def test_every_command_runs(minimax: Reader) -> None:
+    for block, ran in minimax.document.items():
+        assert ran.code == 0, f"{block}\n{ran.out}\n{ran.err}"
+    written = (COMPILE + SKIP_COMPILE + ON_GPU + WORKFLOW).splitlines()
+    ran_lines = "".join(minimax.document).splitlines()
+    assert {line for line in written if not line.startswith("#")} <= set(ran_lines)
+
+
+def test_the_commands_make_the_files_that_the_document_promises(minimax: Reader) -> None:
+    traced = minimax.folder / "traced_model"
     for name in ("test_layers", "gpu_reference"):
         assert files(traced / name / "full_model") == FILES
     for name in ("layer_0", "layer_61", "embedding", "final_norm"):
@@ -272,8 +224,8 @@ def test_the_commands_make_the_files_that_the_document_promises(typed: Reader) -
         assert tensor.device.type == "cpu"
 
 
-def test_the_metadata_has_what_the_document_lists(typed: Reader) -> None:
-    tree = typed.folder / "traced_model" / "test_layers" / "full_model"
+def test_the_metadata_has_what_the_document_lists(minimax: Reader) -> None:
+    tree = minimax.folder / "traced_model" / "test_layers" / "full_model"
     metadata = torch.load(tree / "metadata.pt")
     assert isinstance(metadata["prompt"], str) and metadata["prompt"].startswith("The weights")
     ids = metadata["input_ids"]
@@ -300,8 +252,8 @@ LAYER = r"""  {}:
 """
 
 
-def test_the_screen_is_the_documents(typed: Reader) -> None:
-    shown = typed.ran[SKIP_COMPILE]
+def test_the_screen_is_the_documents(minimax: Reader) -> None:
+    (shown,) = (ran for block, ran in minimax.document.items() if block.endswith(SKIP_COMPILE))
     layers = ("embedding", "layer_0", "layer_30", "layer_61", "final_norm")
     assert re.fullmatch(
         "关键层统计信息:\n" + "\n".join(LAYER.format(name) for name in layers), shown.out
@@ -309,15 +261,14 @@ def test_the_screen_is_the_documents(typed: Reader) -> None:
     assert "Reusing" in shown.err and "Compiling" not in shown.err
 
 
-def test_the_whole_workflow_in_one_block(typed: Reader) -> None:
-    ran = typed.type(WORKFLOW)
-    assert ran.code == 0, ran.err
+def test_the_whole_workflow_in_one_block(minimax: Reader) -> None:
+    ran = minimax.document[WORKFLOW]
     assert "所有层统计摘要:" in ran.out
     assert (
         len(re.findall(r"^✓ layer_\d+ +Mean= *-?\d+\.\d{4} Std= *\d+\.\d{4}$", ran.out, re.M)) == 62
     )
     assert "Identical: all 62 compared layers have the same bits." in ran.out
-    reports = typed.folder / "comparison_reports"
+    reports = minimax.folder / "comparison_reports"
     assert files(reports) == {
         "comparison.json", "comparison.html", "comparison.txt", "recordings"
     }  # fmt: skip
@@ -347,12 +298,12 @@ def test_the_whole_workflow_in_one_block(typed: Reader) -> None:
     ],
     ids=["load", "statistics", "one-layer", "adjacent", "compare", "Q1", "Q2", "Q3"],
 )
-def test_the_snippets_run_on_the_files(typed: Reader, snippet: str, said: str) -> None:
-    ran = typed.python(snippet)
+def test_the_snippets_run_on_the_files(minimax: Reader, snippet: str, said: str) -> None:
+    ran = minimax.python(snippet)
     assert ran.code == 0, ran.err
     assert re.fullmatch(said, ran.out), ran.out
     if snippet == Q3:
-        assert (typed.folder / "layer_30_analysis.png").read_bytes().startswith(b"\x89PNG")
+        assert (minimax.folder / "layer_30_analysis.png").read_bytes().startswith(b"\x89PNG")
 
 
 def commands(page: Path) -> list[str]:
@@ -361,13 +312,13 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [RECIPE / "README.md", ROOT / "docs" / "minimax-m2.md"], ids=str)
-def test_the_commands_of_our_own_pages_run(typed: Reader, page: Path) -> None:
+def test_the_commands_of_our_own_pages_run(minimax: Reader, page: Path) -> None:
     said = COMPILE + SKIP_COMPILE + ON_GPU
     done = ["cd recipes/minimax_m2", *said.replace("minimax_m2_misc/", "").splitlines()]
     for command in commands(page):
         if command in done:  # above, as the document's own
             continue
-        ran = typed.type(command)
+        ran = minimax.type(command)
         expected = re.search(r"# exit (\d)", command)
         assert ran.code == int(expected[1] if expected else 0), f"{command}\n{ran.out}{ran.err}"
         assert ran.out.strip()

@@ -38,7 +38,6 @@ def planted(minimax: Reader, tmp_path: Path) -> Path:
 
 
 def test_the_compiled_model_routes_another_prompt_as_eager_does(minimax: Reader) -> None:
-    assert minimax.compiled and minimax.gpu
     asked = "--prompt 'zzz 完全不同的提示 !?' --output-dir"
     ran = minimax.type(
         f"python test_layer_by_layer.py --skip-compile {asked} other/compiled\n"
@@ -131,7 +130,6 @@ def test_a_trace_that_holds_one_prompts_experts_is_refused(fresh: Reader) -> Non
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(minimax: Reader, words: str, said: str) -> None:
-    assert minimax.compiled and minimax.gpu
     ran = minimax.type(f"python {words}")
     assert ran.code == 2, ran.err
     assert said in ran.err

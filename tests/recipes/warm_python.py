@@ -8,6 +8,7 @@ has started any thread.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -56,6 +57,9 @@ class WarmPython:
 
 def serve(address: str) -> None:
     """Be every python3 that asks, one after the other."""
+    os.environ["MPLBACKEND"] = "Agg"
+    with contextlib.suppress(ImportError):
+        import matplotlib.pyplot  # noqa: F401
     import rich.console
     import safetensors.torch
     import torch
