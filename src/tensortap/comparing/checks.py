@@ -13,8 +13,10 @@ from .align import LayerPair
 from .environment import same_input
 from .floor import Floor
 from .moments import in_words
+from .precision import is_quantised, precision_of, unit_of
 from .results import LayerComparison
 from .sentences import name_of
+from .sudden import sudden_note
 
 __all__ = [
     "Run",
@@ -219,4 +221,8 @@ def notes_of(
                 f"({', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}): the floor is "
                 "estimated there."
             )
+    precision = max((precision_of(run) or "" for run in (left, right)), key=unit_of)
+    if floor is None and not conditions and is_quantised(precision):
+        rise = sudden_note(rows, precision)
+        notes += [] if rise is None else [rise]
     return notes

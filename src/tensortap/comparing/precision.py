@@ -17,6 +17,7 @@ from ..recording.reader import Recording
 __all__ = [
     "depth_of",
     "estimated_floor",
+    "is_quantised",
     "offset_of",
     "precision_of",
     "roundoff",
@@ -106,6 +107,11 @@ def estimated_floor(
     unit = max(unit_of(name) for name in (*dtypes, *named)) / 2
     single = 0.0 if unit < 2.0**-40 else _ACCUMULATION * 2.0**-24
     return (unit + single) * (1 + math.sqrt(depth) / 2) * max(1.0, offset)
+
+
+def is_quantised(name: str) -> bool:
+    """Whether a precision is a grid over a tensor's range, or nearly as coarse as one."""
+    return name in _QUANTISED or name.startswith("float8")
 
 
 def unit_of(name: str) -> float:
