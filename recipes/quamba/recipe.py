@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -281,6 +282,14 @@ def fused_and_plain(seq_len: int, options: Mapping[str, Any]) -> dict[str, Any]:
 def _done(step: ModeStep, samples: int) -> tuple[int, int]:
     """How many samples of all modes are done, for a line of progress."""
     return (step.number - 1) * samples + (step.batch or 0), step.of * samples
+
+
+def not_finite(told: Mapping[str, Any]) -> str:
+    """What the statistics of an array leave out: `20 NaN and 1 infinite of 640`, or nothing."""
+    nan, infinite = told["nan"], told["posinf"] + told["neginf"]
+    if not nan and not infinite:
+        return ""
+    return f"{nan} NaN and {infinite} infinite of {math.prod(told['shape'])}"
 
 
 def facts(run: Recording) -> dict[str, Any]:

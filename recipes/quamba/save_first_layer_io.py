@@ -137,6 +137,7 @@ def show(stats: Mapping[str, Any]) -> None:
 
 def _section(title: str, told: Mapping[str, Any]) -> str:
     first = [_number(value) for value in told["first_10"]]
+    left_out = recipe.not_finite(told)
     return "\n".join(
         (
             f"{title} (Shape: {_shape(told['shape'])}):",
@@ -144,6 +145,7 @@ def _section(title: str, told: Mapping[str, Any]) -> str:
             f"  Mean: {_number(told['mean'])}",
             f"  Std:  {_number(told['std'])}",
             f"  Range: [{_number(told['min'])}, {_number(told['max'])}]",
+            *([f"  Not finite, and left out above: {left_out}"] if left_out else []),
         )
     )
 

@@ -9,6 +9,7 @@ mode_2-1_stats.json. Several modes, and groups of them, are saved in one go.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -143,6 +144,10 @@ def save(
         note(f"{skipped.layer} of mode {mode} was not saved: {skipped.reason}")
     for left in exported.left_out:
         note(f"Mode {mode}: an .npy tree holds outputs of blocks alone, without {left}.")
+    stats = json.loads((out / exported.files[-1]).read_text(encoding="utf-8"))
+    for number, told in stats["layers"].items():
+        if left_out := recipe.not_finite(told):
+            note(f"Mode {mode}: layer {number} holds {left_out} values.")
     say(f"Mode {mode}: " + ", ".join(f"{out}/{name}" for name in exported.files))
 
 

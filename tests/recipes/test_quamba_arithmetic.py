@@ -113,8 +113,9 @@ def test_rounding_and_cutting() -> None:
     codes = quantise(x, torch.tensor(1.0))
     assert codes.tolist() == [0, 2, 0, -2, 127, 127, -127, 127, -127]
     assert quantise(torch.zeros(3), scale_for(0.0)).tolist() == [0, 0, 0]
-    codes, scale = QuantiseDynamically()(torch.tensor([3.0, -6.0]))
-    assert codes.tolist() == [64, -127] and scale.item() == pytest.approx(6 / 127)
+    codes, scale = QuantiseDynamically()(torch.tensor([[[3.0, -6.0]], [[1.0, 2.0]]]))
+    assert codes.tolist() == [[[64, -127]], [[64, 127]]], "each sample has its own scale"
+    assert scale.flatten().tolist() == pytest.approx([6 / 127, 2 / 127])
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -144,7 +145,7 @@ def test_a_convolution_against_its_simulation(static: bool) -> None:
     torch.manual_seed(0)
     source = nn.Conv1d(12, 12, 4, groups=12, padding=3)
     x = torch.randn(2, 12, 20)
-    scale = torch.tensor(0.04) if static else scale_for(x.abs().max())
+    scale = torch.tensor(0.04) if static else scale_for(x.abs().amax((1, 2), True))
     output_scale = torch.tensor(0.01)
     y = {
         kind: Int8Conv(source, scale if static else None, kind, output_scale)(x)

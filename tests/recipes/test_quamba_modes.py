@@ -302,6 +302,34 @@ def test_a_local_checkpoint(saved: Path) -> None:
     assert 0 < tap.difference(expected, int8(int8.batches[0]).logits).relative_mse < 0.02
 
 
+def test_a_checkpoint_is_what_it_is(saved: Path) -> None:
+    """Whatever the environment says: tiny is another model, and this one is given."""
+    tinier, plain = (tiny("0", pretrained_dir=str(saved), tiny=tiny_) for tiny_ in (True, False))
+    assert tinier.config == plain.config and not plain.config["tiny"]
+    assert torch.equal(tinier(tinier.batches[0]).logits, plain(plain.batches[0]).logits)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_int8_does_not_hide_what_it_cannot_hold(tmp_path: Path, saved: Path, value: float) -> None:
+    model = MambaForCausalLM.from_pretrained(saved)
+    with torch.no_grad():
+        model.backbone.layers[1].mixer.in_proj.weight[0, 0] = value
+    model.save_pretrained(tmp_path)
+    target = tiny(pretrained_dir=str(tmp_path))
+    assert not target(target.batches[0]).logits.isfinite().all()
+    sentence = "NaN or infinities at the input of conv1d of layer 1 in calibration"
+    with pytest.raises(TargetError, match=sentence):
+        tiny("2-4", pretrained_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sample_is_the_same_in_any_batch(mode: str) -> None:
+    one, both = tiny(mode, samples=1), tiny(mode, samples=2)
+    alone, beside = (target(target.batches[0]).logits for target in (one, both))
+    exact = torch.equal if MODES[mode].int8_scan else torch.allclose
+    assert exact(alone[0], beside[0])
+
+
 def test_the_documents_folder_may_be_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

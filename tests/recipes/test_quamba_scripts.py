@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from quamba_reader import RECIPE, Reader
 from warm_python import WarmPython
 
@@ -346,6 +347,14 @@ def test_weights_of_a_checkpoint(reader: Reader) -> None:
     assert "random weights" not in ran.err
     assert reader.json("from_mine/mode_0_stats.json")["weights"] == "mine"
     assert ran.arrays["from_mine/mode_0_layer_2.npy"] == (2, 16, 32)
+    with torch.no_grad():
+        model.backbone.layers[0].mixer.out_proj.weight[1] = torch.nan
+    model.save_pretrained(reader.folder / "sick")
+    ran = reader.type(f"./save_all_modes.sh fp32 0 {SIZES} --pretrained_dir sick --output_dir sick")
+    assert ran.code == 2 and "Mode fp32: layer 0 holds 32 NaN and 0 infinite of 1024" in ran.err
+    assert "Mode 0 failed: The float model has NaN or infinities at the input of in_pr" in ran.err
+    ran = reader.type("./capture_first_layer.sh fp32 --seq_len 16 --pretrained_dir sick")
+    assert "  Not finite, and left out above: 16 NaN and 0 infinite of 512\n" in ran.out
     default = "pretrained_models/Quamba1-pa9999/pa-0.9999"
     shutil.copytree(reader.folder / "mine", reader.folder / default)
     ran = reader.type("./capture_first_layer.sh fp32 --seq_len 16 --output_file trained.npz")

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensortap.errors import TargetError
+
 from .hadamard import rotate
 from .integers import scale_for
 from .mixer import Mixer
@@ -22,6 +24,18 @@ __all__ = ["Calibration", "Percentile", "Scales", "calibrate"]
 
 Scales = dict[str, Tensor]
 CLIPPED = ("u", "state")
+_WHAT = {  # in the order of the data
+    "in_proj": "input of in_proj",
+    "conv1d": "input of conv1d",
+    "u": "SSM input",
+    "dt_proj": "input of dt_proj",
+    "dt": "scan's dt",
+    "B": "scan's B",
+    "C": "scan's C",
+    "z": "scan's z",
+    "state": "scan's state",
+    "out_proj": "input of out_proj",
+}
 
 
 @dataclass(frozen=True)
@@ -108,8 +122,21 @@ def calibrate(
     finally:
         for handle in handles:
             handle.remove()
+    for index, layer in enumerate(layers):
+        for name, what in _WHAT.items():
+            _check_finite(layer[name], f"{what} of layer {index}")
+    _check_finite(head, "input of the language head")
     scales = [{name: scale_for(seen.value()) for name, seen in layer.items()} for layer in layers]
     return Calibration(scales, scale_for(head.value()), hadamard)
+
+
+def _check_finite(seen: Percentile, what: str) -> None:
+    """An int8 grid has no code for NaN: quantised, it would look like any other number."""
+    if not bool(seen.value().isfinite()):
+        raise TargetError(
+            f"The float model has NaN or infinities at the {what} in calibration, which int8 "
+            "cannot hold and would hide. Save mode fp32 alone, and look where they begin."
+        )
 
 
 def _mixers(backbone: nn.Module) -> list[Mixer]:

@@ -51,10 +51,13 @@ class Quantise(nn.Module):
 
 
 class QuantiseDynamically(nn.Module):
-    """Floats to int8 codes, with the scale of this very tensor."""
+    """Floats to int8 codes, with the scale of this very tensor: of each sample its own.
+
+    So a sample is the same bits whatever others are in its batch.
+    """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = scale_for(x.abs().max())
+        scale = scale_for(x.abs().amax(dim=(1, 2), keepdim=True))
         return quantise(x, scale), scale
 
 

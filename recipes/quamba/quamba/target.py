@@ -59,7 +59,8 @@ def build(
     """
     if mode not in MODES:
         raise OptionError(f"There is no mode {mode!r}. The modes are {', '.join(MODES)}.")
-    tiny = is_tiny(tiny)
+    folder = _folder(pretrained_dir)
+    tiny = is_tiny(tiny) and folder is None  # a checkpoint is what it is
     rows = batch_size if batch_size is not None else samples if tiny else 1
     counts = {"seq_len": seq_len, "samples": samples, "calib": calib, "batch_size": rows}
     for name, value in counts.items():
@@ -67,7 +68,6 @@ def build(
             raise OptionError(f"{name} is {value}, expected at least 1.")
     if not 0 < percentile <= 1:
         raise OptionError(f"percentile is {percentile}, expected a share, as 0.9999; at most 1.")
-    folder = _folder(pretrained_dir)
     which = (model, folder, seed, tiny)
     source = _source(*which)
     found = None
