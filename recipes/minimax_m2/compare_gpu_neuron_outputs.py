@@ -5,7 +5,7 @@
         --layer-pattern "layer_*" --report-path DIR
 
 Document 000's last command. Exit code 0: every layer is within the document's good ranges, 1: one
-is not, 2: trouble.
+is not, or only one tree has it, 2: trouble.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> int:
     note(f"Reports: {', '.join(str(file) for file in files)}")
     if not compared.comparison.compared:
         return TROUBLE
-    return DONE if compared.comparison.same else DIFFERS
+    return DONE if compared.comparison.same and compared.whole else DIFFERS
 
 
 if __name__ == "__main__":

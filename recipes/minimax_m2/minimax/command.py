@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -42,8 +43,12 @@ def leave(command: Callable[[], int]) -> NoReturn:
     except ModuleNotFoundError as error:
         package = (error.name or "tensortap").partition(".")[0]
         if package not in _NEEDED:
-            raise
-        note(f"{package} is not installed. Install it with: pip install 'tensortap[hf]'")
+            traceback.print_exc()
+        else:
+            note(f"{package} is not installed. Install it with: pip install 'tensortap[hf]'")
+        sys.exit(TROUBLE)
+    except Exception:  # an error of ours: Python's own exit code would say that something differs
+        traceback.print_exc()
         sys.exit(TROUBLE)
     sys.exit(DONE)
 

@@ -40,6 +40,18 @@ class Compared:
     names: dict[str, str]
     warnings: tuple[str, ...]
 
+    @property
+    def whole(self) -> bool:
+        """Whether both trees have the same layers, and the same tensors in them."""
+        return not self.lacking
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """The layers that one tree alone has, in whole or in part."""
+        rows = self.comparison.layers
+        missing = (r for r in rows if "missing" in (r.verdict, *(p.verdict for p in r.parts)))
+        return tuple(self.name(row) for row in missing)
+
     def name(self, row: LayerComparison) -> str:
         found = row.layer or row.candidate_layer or ""
         return self.names.get(found, found or "root")
@@ -93,6 +105,10 @@ def _lines(compared: Compared) -> Iterator[str]:
     yield from GOOD_RANGE
     yield ""
     yield comparison.sentence
+    if compared.lacking:
+        one, *others = compared.lacking
+        more = f" and {len(others)} more" if others else ""
+        yield f"The trees differ: only one of them has all of {one}{more}."
 
 
 def layer_block(difference: Difference) -> str:
@@ -125,6 +141,9 @@ def write_reports(compared: Compared, folder: Path) -> list[Path]:
 
 
 def _values(d: Difference) -> tuple[float, ...]:
+    """The document's six; none where one side alone is NaN or infinite, as torch would say."""
+    if d.disagreeing:
+        return (math.nan,) * len(_HEADS)
     median = (d.percentiles or {}).get(50, math.nan)
     return (d.max_abs, d.mae, median, d.max_relative, d.mean_relative, d.cosine)
 
