@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -156,6 +157,30 @@ def test_there_must_be_something_compiled_and_it_must_be_whole(
     assert ran.code == 2 and "is damaged" in ran.err and again in ran.err
 
 
+def test_other_settings_and_other_versions_need_another_compiled_model(
+    minimax: Reader, fresh: Reader
+) -> None:
+    skip = "python test_layer_by_layer.py --skip-compile"
+    traced = fresh.folder / "traced_model"
+    traced.mkdir()
+    for file in minimax.compiled.parents[1].glob("minimax_m2.*"):
+        shutil.copy(file, traced)
+    about = traced / "minimax_m2.json"
+    known = json.loads(about.read_text())
+    known["made_for"]["versions"]["torch"] = "1.0"
+    about.write_text(json.dumps(known))
+    ran = fresh.type(skip)
+    assert ran.code == 2 and "was made with torch 1.0 and transformers" in ran.err, ran.err
+    source = fresh.folder / "minimax" / "model.py"
+    text = source.read_text()
+    assert '"initializer_range": 0.1' in text
+    source.write_text(text.replace('"initializer_range": 0.1', '"initializer_range": 0.2'))
+    ran = fresh.type(skip)
+    assert ran.code == 2, ran.err
+    assert "another model: seeded random weights (seed 0, hidden 32) with other set" in ran.err
+    assert "Run the command once without --skip-compile." in ran.err
+
+
 # Checkpoints.
 
 CHECKPOINT = """
@@ -201,9 +226,13 @@ def test_a_checkpoint_of_ones_own(fresh: Reader) -> None:
     assert metadata["input_ids"].tolist() == [[7, 0, 9, 0, 0]]
     assert metadata["prompt"] == "hello big world"
     assert metadata["config"]["num_hidden_layers"] == 3
-    # Another checkpoint is another model, and a token that is not in its vocabulary a sentence.
+    # Another checkpoint is another model, also of the same size and time, and a token that is not
+    # in its vocabulary a sentence.
     weights = fresh.folder / "checkpoint" / "model.safetensors"
-    weights.touch()
+    about, data = weights.stat(), bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    os.utime(weights, ns=(about.st_atime_ns, about.st_mtime_ns))
     ran = fresh.type(f"python test_layer_by_layer.py {asked} --skip-compile")
     assert ran.code == 2 and "was made of another model" in ran.err
     for file in (fresh.folder / "checkpoint").glob("tokenizer*"):
@@ -252,12 +281,45 @@ def test_bad_layers_are_rows_and_the_first_is_named(
     assert "missing in the candidate" in rows["layer_50"]
     assert "The shapes do not fit" in rows["layer_51"]
     assert "missing in the reference" in rows["layer_99"]
-    assert "First divergence: layer_12\n绝对差异:\n  Max: 0.000000\n" in ran.out
+    assert rows["layer_12"].split()[1:7] == ["undefined"] * 6
+    assert "First divergence: layer_12\n绝对差异:\n  Max: undefined\n" in ran.out
     assert "\n良好范围：\n- Max abs diff < 0.01\n" in ran.out
     told = json.loads((reports / "comparison.json").read_text())
     assert told["same"] is False and told["first_divergence"]["layer"] == "model.layers.12"
     assert (reports / "comparison.txt").read_text() == ran.out
     assert "<html" in (reports / "comparison.html").read_text()
+
+
+def test_a_layer_that_one_tree_alone_has_is_a_difference(minimax: Reader, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(minimax.compiled, tree)
+    (tree / "layer_0_output.pt").unlink()
+    ran = minimax.type(f"python compare_gpu_neuron_outputs.py --neuron-path {tree}")
+    assert ran.code == 1, ran.err
+    assert "Identical: all 61 compared layers have the same bits. 1 layer is missing" in ran.out
+    assert ran.out.endswith("\nThe trees differ: only one of them has all of layer_0.\n")
+
+
+def test_layers_pair_by_the_numbers_of_their_files(minimax: Reader, tmp_path: Path) -> None:
+    shutil.copy(minimax.gpu / "layer_2_output.pt", tmp_path / "layer_9_output.pt")
+    ran = minimax.type(f"python compare_gpu_neuron_outputs.py --neuron-path {tmp_path}")
+    assert ran.code == 1, ran.err
+    rows = {line.split()[0]: line for line in ran.out.splitlines() if line.startswith("layer_")}
+    assert len(rows) == 62 and "diverged" in rows.pop("layer_9")
+    assert all("missing in the candidate" in row for row in rows.values())
+    assert ran.out.endswith("only one of them has all of layer_0 and 60 more.\n")
+
+
+def test_another_batch_size_is_a_difference(minimax: Reader, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("layer_0_output.pt", "layer_1_output.pt"):
+        torch.save(torch.load(minimax.gpu / name).repeat(2, 1, 1), tree / name)
+    ran = minimax.type(
+        f"python compare_gpu_neuron_outputs.py --neuron-path {tree} --layer-pattern 'layer_[01]'"
+    )
+    assert ran.code == 1, ran.out
+    assert "only one of them has all of layer_0 and 1 more.\n" in ran.out
 
 
 def test_other_token_ids_are_said(minimax: Reader, tmp_path: Path) -> None:
@@ -329,6 +391,11 @@ def test_a_clone_needs_no_install(tmp_path: Path) -> None:
     ran = bare_python([str(RECIPE / "compare_gpu_neuron_outputs.py"), "--gpu-path", "x"], tmp_path)
     assert ran.code == 2
     assert ran.err.startswith("tensortap: --gpu-path is 'x', which is no folder.")
+
+
+def test_an_error_of_ours_is_no_difference(fresh: Reader) -> None:
+    ran = fresh.python(f"{HERE}from minimax.command import leave\nleave(lambda: 1 // 0)")
+    assert ran.code == 2 and "ZeroDivisionError" in ran.err
 
 
 def test_pytest_does_not_take_the_scripts_for_tests() -> None:

@@ -70,7 +70,6 @@ def compile_model(wanted: Chosen, target: tap.Target, folder: Path) -> Artefact:
         "made_for": wanted.identity(),
         "weights": weights,
         "config": target.config,
-        "torch": torch.__version__,
         "operators": "transformers" if _needs_transformers(file) else None,
     }
     about.write_text(json.dumps(known, indent=1) + "\n")
@@ -86,7 +85,7 @@ def find_compiled(wanted: Chosen, folder: Path) -> Artefact:
     try:
         known = json.loads(about.read_text())
         made_for, config, weights = known["made_for"], known["config"], known["weights"]
-        had = (made_for["seq_len"], made_for["model"])
+        had = (made_for["seq_len"], made_for["model"], made_for["versions"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TargetError(f"'{about}' is damaged. {again}") from error
     asked = wanted.identity()
@@ -96,10 +95,15 @@ def find_compiled(wanted: Chosen, folder: Path) -> Artefact:
             f"{asked['seq_len']}. {again}"
         )
     if had[1] != asked["model"]:
-        raise OptionError(
-            f"The compiled model was made of another model: {_told(had[1])}, and not "
-            f"{_told(asked['model'])}. {again}"
+        there, here = _told(had[1]), _told(asked["model"])
+        what = f"{there}, and not {here}" if there != here else f"{here} with other settings"
+        raise OptionError(f"The compiled model was made of another model: {what}. {again}")
+    if had[2] != asked["versions"]:
+        there, here = (
+            " and ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+            for versions in (had[2], asked["versions"])
         )
+        raise OptionError(f"The compiled model was made with {there}, and here is {here}. {again}")
     if known.get("operators"):
         import transformers.integrations.moe  # noqa: F401  (the file calls an operator of it)
     manifest = Manifest.load(manifest_path(file))
@@ -130,8 +134,8 @@ def _about(folder: Path) -> Path:
 def _told(model: dict[str, Any]) -> str:
     if "checkpoint" in model:
         return f"{model['checkpoint']} ({str(model.get('files'))[:8]})"
-    widths = model.get("widths", {})
-    return f"seeded random weights (seed {model.get('seed')}, hidden {widths.get('hidden_size')})"
+    hidden = model.get("settings", {}).get("hidden_size")
+    return f"seeded random weights (seed {model.get('seed')}, hidden {hidden})"
 
 
 def _keep_the_choice(model: Any) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from tensortap import Target
 from tensortap.errors import MissingExtraError, OptionError, TargetError
 from tensortap.targets.load import load_target
 
-from .prompt import PROMPT, VOCABULARY, Tokens, tokens_of
+from .prompt import VOCABULARY, Tokens, tokens_of
 
 __all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "experts_of", "tokens"]
 
 LAYERS = ("embedding", "blocks", "final_norm")
 SEQ_LEN = 128
+_SAMPLES, _SAMPLE = 64, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,41 @@ class Chosen:
     seq_len: int
 
     def identity(self) -> dict[str, Any]:
-        """The same in plain values; another file, or another weight, is another identity."""
+        """The same in plain values; another file, weight or setting is another identity.
+
+        So is another version of what computes: it need not compute, or draw, the same.
+        """
         model: dict[str, Any]
         if self.checkpoint is None:
-            model = {"widths": asdict(self.widths), "seed": self.seed}
+            model = {"settings": self.settings, "seed": self.seed}
         else:
             model = {"checkpoint": str(self.checkpoint), "files": _fingerprint(self.checkpoint)}
-        return {"model": model, "seq_len": self.seq_len}
+        versions = {name: metadata.version(name) for name in ("torch", "transformers")}
+        return {"model": model, "seq_len": self.seq_len, "versions": versions}
 
     @property
     def widths(self) -> Widths:
         return TINY if self.tiny else Widths()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The built-in model's config."""
+        return {
+            **asdict(self.widths),
+            "vocab_size": VOCABULARY,
+            "num_hidden_layers": 62,
+            "max_position_embeddings": max(2048, self.seq_len),
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+            # With transformers' 0.02 narrow blocks would add next to nothing.
+            "initializer_range": 0.1,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "architectures": ["MiniMaxM2ForCausalLM"],
+        }
 
 
 def chosen(
@@ -82,8 +108,7 @@ def chosen(
 
 def tokens(wanted: Chosen, prompt: str | None) -> Tokens:
     """The prompt as token ids, without building the model."""
-    text = PROMPT if prompt is None else prompt
-    return tokens_of(text, wanted.seq_len, wanted.checkpoint, _vocabulary(wanted.checkpoint))
+    return tokens_of(prompt, wanted.seq_len, wanted.checkpoint, _vocabulary(wanted.checkpoint))
 
 
 def build_target(wanted: Chosen, given: Tokens, device: str = "cpu") -> Target:
@@ -136,21 +161,7 @@ def _seeded(wanted: Chosen) -> Target:
         raise MissingExtraError(
             "transformers in a version with MiniMaxM2ForCausalLM", "hf", "The built-in model"
         ) from error
-    config = settings(
-        **asdict(wanted.widths),
-        vocab_size=VOCABULARY,
-        num_hidden_layers=62,
-        max_position_embeddings=max(2048, wanted.seq_len),
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 5e6,
-            "partial_rotary_factor": 0.5,
-        },
-        initializer_range=0.1,  # with transformers' 0.02 narrow blocks would add next to nothing
-        bos_token_id=None,
-        eos_token_id=1,
-        architectures=["MiniMaxM2ForCausalLM"],
-    )
+    config = settings(**wanted.settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(wanted.seed)
         model = kind(config)
@@ -178,10 +189,18 @@ def _vocabulary(checkpoint: Path | None) -> int:
 
 
 def _fingerprint(folder: Path) -> str:
-    """What changes when a checkpoint's files do, without reading gigabytes of them."""
+    """What changes when a checkpoint's files do, without reading gigabytes of them.
+
+    A copy may keep the time of another one, and all of one architecture have one size, so parts of
+    each file are read too: training leaves hardly a weight as it was.
+    """
     found = hashlib.blake2b(digest_size=16)
     for file in sorted(folder.glob("*")):
         if file.suffix in (".safetensors", ".json") and file.is_file():
             about = file.stat()
             found.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
+            with file.open("rb") as data:
+                for part in range(_SAMPLES):
+                    data.seek(about.st_size * part // _SAMPLES)
+                    found.update(data.read(_SAMPLE))
     return found.hexdigest()

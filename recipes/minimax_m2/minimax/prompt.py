@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tensortap.errors import OptionError, TargetError
 
-__all__ = ["PROMPT", "VOCABULARY", "Tokens", "tokens_of"]
+__all__ = ["VOCABULARY", "Tokens", "tokens_of"]
 
-PROMPT = (
+_PROMPT = (
     "The weights of one layer of a mixture of experts are more than the compiler takes at once, so "
-    "the whole model is compiled, and every layer of it is recorded."
+    "the whole model is compiled, and every layer of it is recorded. "
 )
 PADDING, _SHIFT = 0, 3
 VOCABULARY = 256 + _SHIFT
@@ -35,11 +35,14 @@ class Tokens:
     note: str | None
 
 
-def tokens_of(prompt: str, seq_len: int, checkpoint: Path | None, vocabulary: int) -> Tokens:
-    """A prompt as exactly `seq_len` ids below `vocabulary`."""
+def tokens_of(prompt: str | None, seq_len: int, checkpoint: Path | None, vocabulary: int) -> Tokens:
+    """A prompt as exactly `seq_len` ids below `vocabulary`; ours is as long as is asked for."""
+    own = checkpoint is not None and any((checkpoint / name).is_file() for name in _TOKENIZER)
+    if prompt is None:
+        prompt = _PROMPT.strip() if own else (_PROMPT * (seq_len // len(_PROMPT) + 1))[:seq_len]
     if not prompt:
         raise OptionError("--prompt is empty. Give a text of at least one token.")
-    if checkpoint is not None and any((checkpoint / name).is_file() for name in _TOKENIZER):
+    if checkpoint is not None and own:
         found, padding, how = *_encoded(prompt, checkpoint), "the checkpoint's tokenizer"
     else:
         found = [byte + _SHIFT for byte in prompt.encode("utf-8", "surrogateescape")]
