@@ -268,7 +268,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("signature", "options", "sets", "words"),
         [
-            ("a=1, b=2", {"seed": 1}, [], "does not take 'seed'. It takes a, b"),
+            ("a=1, b=2", {"samples": 1}, [], "does not take 'samples'. It takes a, b"),
             ("", {}, ["x=1"], "does not take 'x'. It takes no options"),
             ("a: int = 1", {}, ["a=x"], "takes 'a' as int, got 'x'"),
             ("a: bool = True", {}, ["a=maybe"], "'maybe' is not one of true"),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..errors import OptionError, TargetError
 from ..taps.programs.base import Options as ProgramOptions
 from .artefacts import check_usable, is_artefact, load_artefact, with_inputs
@@ -158,8 +160,10 @@ def _built(
     dtype = None if takes(function, "dtype") else values.pop("dtype", None)
     if isinstance(dtype, str):
         dtype = parse_dtype(dtype)
+    notes = _seeded(function, values, spec)
     keywords = arguments(function, values, f"The target {spec!r}")
     target = _to_target(call(found, keywords), spec, mode)
+    target = replace(target, notes=(*target.notes, *notes)) if notes else target
     check_usable(target, compiled or ProgramOptions())
     check_not_spoilt(target, spec)
     if inputs_from:
@@ -174,6 +178,19 @@ def _built(
     if dtype is not None:
         target = cast_target(target, dtype, spec, why)
     return target if builtin is None else apply_mode(target, builtin, calib=calib)
+
+
+def _seeded(function: Callable[..., Any], values: dict[str, Any], spec: str) -> list[str]:
+    """Seed torch for a function that takes no seed; values lose it."""
+    seed = values.get("seed")
+    if not isinstance(seed, int) or isinstance(seed, bool) or takes(function, "seed"):
+        return []
+    del values["seed"]
+    torch.manual_seed(seed)
+    return [
+        f"The function of {spec!r} takes no seed: torch was seeded with {seed} before it was "
+        "called. A seed that it sets itself counts more."
+    ]
 
 
 def _check_dtype(mode: object, values: Mapping[str, Any]) -> None:
