@@ -104,6 +104,13 @@ def test_a_mode_that_fails_is_said_and_the_others_go_on(
     assert "tensortap: mode broken failed: The model failed in batch 0: RuntimeError" in done.err
 
 
+def test_one_problem_of_several_modes_is_said_once(run: Run, target: str, tmp_path: Path) -> None:
+    done = run("record", f"{target}:build", "-o", tmp_path, "--modes", "good", "--set", "x=1")
+    assert done.code == 2
+    assert done.err.count("does not take 'x'") == 1
+    assert "tensortap: modes fp32, double failed: " in done.err
+
+
 def test_one_mode_is_the_recording_itself_unless_it_is_among_modes(
     run: Run, target: str, tmp_path: Path
 ) -> None:

@@ -247,6 +247,9 @@ quick = ["fp32", "half"]
             ("[modes.a]\nset = {seed = 1}", "stands in 'set'"),
             ("[modes.a]\ngroups = [1]", "expected a list of names"),
             ("[modes.odd]", "has no mode 'odd'"),
+            ('[modes."a,b"]', "has a mode or group 'a,b', expected a name without ','"),
+            ("[mode_groups]\n' x' = ['fp32']", "has a mode or group ' x'"),
+            ("[mode_groups]\ng = ['g']", "no mode 'g'. It is a mode group.*--modes g"),
             ("[modes.fp32]\n[mode_groups]\nx = ['nothing']", "'x' has an unknown mode"),
         ],
     )
@@ -255,6 +258,24 @@ quick = ["fp32", "half"]
         with pytest.raises(OptionError, match=said):
             mode_names(spec, ["all"])
             load_target(spec, {"mode": "odd"})
+
+
+def test_a_group_is_no_mode() -> None:
+    with pytest.raises(OptionError, match=r"It is a mode group.*: --modes essential") as caught:
+        load_target("tensortap.demo:build", {"mode": "essential"})
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_a_seed_for_a_function_that_takes_none() -> None:
+    def build():
+        return torch.nn.Linear(2, 2), torch.ones(1, 2)
+
+    first, same, other = (load_target(build, {"seed": seed}) for seed in (3, 3, 4))
+    assert torch.equal(first.model.weight, same.model.weight)
+    assert not torch.equal(first.model.weight, other.model.weight)
+    assert "takes no seed: torch was seeded with 3 before" in first.notes[0]
+    with pytest.raises(OptionError, match="does not take 'seed'"):
+        load_target(build, sets=["seed=x"])
 
 
 def test_a_function_itself() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensortap.errors import OptionError, RecordingExistsError
+from tensortap.errors import OptionError, RecordingError, RecordingExistsError
 from tensortap.recording import open as open_recording
 from tensortap.targets import load_target
 from tensortap.targets.modes import worker, workers
@@ -180,6 +180,11 @@ class TestHere:
             ({"modes": "nothing"}, "has no mode 'nothing'"),
             ({"jobs": 0}, "--jobs must be a whole number from 1"),
             ({"calib": 0}, "--calib must be a whole number from 1"),
+            ({"calib": "3"}, "--calib must be a whole number from 1, got '3'"),
+            ({"budget": 0}, "--budget must be at least 1 MiB"),
+            ({"modes": []}, r"The modes are \[\], expected names or groups"),
+            ({"modes": None}, "expected names or groups"),
+            ({"modes": ["a", 3]}, "expected names or groups"),
             ({"keep": "all"}, "keep must be"),
             ({"resume": True, "overwrite": True}, "Give one of them"),
             ({"options": {"mode": "a"}}, "Name the modes with modes="),
@@ -187,6 +192,20 @@ class TestHere:
             with pytest.raises(OptionError, match=said):
                 record_modes(target, tmp_path / "runs", **{"modes": "a", **options})
         assert not (tmp_path / "runs").exists()
+
+    def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(
+        self, tmp_path: Path
+    ) -> None:
+        def build(mode="x"):
+            raise AssertionError("nothing must run")
+
+        (tmp_path / "file").write_text("")
+        with pytest.raises(RecordingError, match=f"runs: {tmp_path}/file is a file"):
+            record_modes(build, tmp_path / "file" / "runs", modes="a,b")
+        if os.geteuid():
+            (tmp_path / "closed").mkdir(mode=0o500)
+            with pytest.raises(RecordingError, match="no permission"):
+                record_modes(build, tmp_path / "closed" / "runs", modes="a,b")
 
     def test_two_modes_in_one_folder_are_refused(self, tmp_path: Path) -> None:
         def build(mode="x"):

@@ -90,8 +90,7 @@ def _report(recorded: RecordedModes, as_json: bool) -> int:
     else:
         _print_table(recorded)
     _print_notes(recorded)
-    for row in recorded.failed:
-        _complain(f"mode {row.mode} failed: {row.problem}")
+    _print_failed(recorded)
     there = [row for row in recorded if row]
     if not as_json and len(there) > 1:
         words = ["tensortap", "compare", recorded.folder]
@@ -116,8 +115,7 @@ def _interrupted(stopped: ModesInterrupted, as_json: bool) -> int:
     elif recorded.modes:
         _print_table(recorded)
     _print_notes(recorded)
-    for row in recorded.failed:
-        _complain(f"mode {row.mode} failed: {row.problem}")
+    _print_failed(recorded)
     done = ", ".join(row.mode for row in recorded if row) or "no mode"
     _complain(
         f"interrupted. Done: {done}; not done: {', '.join(stopped.left) or 'none'}. The same "
@@ -146,6 +144,16 @@ def _print_notes(recorded: RecordedModes) -> None:
         if row.compared is not None:
             note(f"{row.mode}: {row.compared['sentence']}")
         _warn(row)
+
+
+def _print_failed(recorded: RecordedModes) -> None:
+    """Each problem once, with the modes that have it."""
+    modes_by_problem: dict[str | None, list[str]] = {}
+    for row in recorded.failed:
+        modes_by_problem.setdefault(row.problem, []).append(row.mode)
+    for problem, modes in modes_by_problem.items():
+        some = f"mode {modes[0]}" if len(modes) == 1 else f"modes {', '.join(modes)}"
+        _complain(f"{some} failed: {problem}")
 
 
 def _warn(row: RecordedMode) -> None:

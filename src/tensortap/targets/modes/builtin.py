@@ -172,6 +172,8 @@ def in_mode(
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"in_mode converts a torch.nn.Module, got {describe(model)}.")
+    if not isinstance(mode, str):
+        raise OptionError(f"The mode is {describe(mode)}, expected a name, such as 'int8'.")
     try:
         twin = copy.deepcopy(model)
     except Exception as error:  # deepcopy runs the user's code

@@ -86,6 +86,10 @@ def mode_names(
     A built-in mode of a group that cannot run here is left out, and `note` is told why; one that
     is named is not.
     """
+    if not wanted or not all(isinstance(text, str) for text in wanted):
+        raise OptionError(
+            f"The modes are {list(wanted)!r}, expected names or groups, such as 'fp32,int8'."
+        )
     known = declared(target)
     found: dict[str, None] = {}
     for word in [piece.strip() for text in wanted for piece in text.split(",")]:
@@ -104,7 +108,7 @@ def mode_names(
             elif note is not None:
                 note(f"The mode '{name}' of the group '{word}' is left out: {why}")
     if not found:
-        raise OptionError(f"No mode of {', '.join(map(repr, wanted))} can run here.")
+        raise OptionError(f"There is no mode in {', '.join(map(repr, wanted))} that can run here.")
     return tuple(found)
 
 
@@ -188,8 +192,11 @@ def _names(value: object, what: str, spec: str) -> tuple[str, ...]:
         raise TargetError(f"{what} beside {spec!r} is {value!r}, expected names in a tuple.")
     names = tuple(value)
     for name in names:
-        if not isinstance(name, str) or not name or "," in name:
-            raise TargetError(f"{what} beside {spec!r} holds {name!r}, expected names without ','.")
+        if not isinstance(name, str) or not name or "," in name or name != name.strip():
+            raise TargetError(
+                f"{what} beside {spec!r} holds {name!r}, expected names without ',' and without "
+                "spaces around them."
+            )
     return names
 
 
@@ -204,11 +211,13 @@ def _unknown(known: Declared, word: str) -> str:
     own = {**known.groups, **known.project.groups}
     groups = [*own, *(["all"] if known.names and "all" not in own else [])]
     if not known.names and known.listed is not None and known.builtin:
-        groups = list(GROUPS)
+        groups = list(dict.fromkeys((*own, *GROUPS)))
     builtin = [*GROUPS["all"], "fp64"] if known.builtin else []
     near = difflib.get_close_matches(word, [*known.names, *groups, *builtin], n=1)
     sentence = f"{known.spec!r} has no mode {word!r}."
-    if near:
+    if word in groups:
+        sentence += f" It is a mode group, of several modes: --modes {word}."
+    elif near:
         sentence += f" Did you mean {near[0]!r}?"
     if known.listed is None:
         return sentence + (

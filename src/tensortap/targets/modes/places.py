@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from ...errors import OptionError, RecordingExistsError, TapError
+from ...errors import OptionError, RecordingError, RecordingExistsError, TapError
 from ...recording.schema import MANIFEST
 from ...recording.store import LocalStore, open_store
 from .declared import folder_name
 
-__all__ = ["left_from_before", "places_of", "whole"]
+__all__ = ["check_room", "left_from_before", "places_of", "whole"]
 
 _COMPARISONS = "comparisons"  # what `compare` and `summary` write beside the modes
 
@@ -48,6 +48,22 @@ def places_of(folder: str, modes: Sequence[str], *, free: bool) -> dict[str, str
             "folder."
         )
     return places
+
+
+def check_room(folder: str) -> None:
+    """Refuse a folder that cannot be made, before models are built for it."""
+    store = open_store(folder)
+    if not isinstance(store, LocalStore):
+        return
+    there = next(path for path in (store.root, *store.root.parents) if path.exists())
+    if not there.is_dir():
+        raise RecordingError(
+            f"Cannot create the folder {folder}: {there} is a file. Choose another place."
+        )
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise RecordingError(
+            f"Cannot write to {folder}: no permission in {there}. Choose another place."
+        )
 
 
 def whole(path: str) -> str:

@@ -111,6 +111,12 @@ def _project(file: Path) -> Project:
     for what, value in (("modes", modes), ("mode_groups", groups)):
         if not isinstance(value, dict):
             raise OptionError(f"'{what}' in {file} is {value!r}, expected a table.")
+    for name in (*modes, *groups):
+        if not name or "," in name or name != name.strip():
+            raise OptionError(
+                f"{file} has a mode or group {name!r}, expected a name without ',' and without "
+                "spaces around it."
+            )
     tables = {name: _table(name, table, file) for name, table in modes.items()}
     found = {
         name: list(_names(names, f"[mode_groups] {name}", file)) for name, names in groups.items()

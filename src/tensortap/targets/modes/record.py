@@ -25,7 +25,7 @@ from ..running import Settings, run_target
 from ..target import Target
 from . import worker
 from .declared import mode_names
-from .places import left_from_before, places_of, whole
+from .places import check_room, left_from_before, places_of, whole
 from .request import Request
 from .results import ModesInterrupted, ModeStep, RecordedMode, RecordedModes
 from .resume import DRAWN_FROM
@@ -127,7 +127,7 @@ def record_modes(
     return run_request(
         request,
         os.fspath(folder),
-        [modes] if isinstance(modes, str) else list(modes),
+        [modes] if isinstance(modes, str) else list(modes or ()),
         overwrite=overwrite,
         resume=resume,
         jobs=jobs,
@@ -166,6 +166,7 @@ def run_request(
                         tell(mode, row.status)
             left = {mode: path for mode, path in places.items() if mode not in rows}
             if left:
+                check_room(folder)
                 notes += begun_otherwise(request, rows.values(), start)
             if jobs > 1:
                 from .workers import record_in_workers
@@ -260,8 +261,11 @@ def _layers(layers: str | Sequence[str]) -> tuple[str, ...]:
 def _check(request: Request, *, overwrite: bool, resume: bool, jobs: int) -> None:
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise OptionError(f"--jobs must be a whole number from 1, got {jobs!r}.")
-    if request.calib is not None and request.calib < 1:
-        raise OptionError(f"--calib must be a whole number from 1, got {request.calib!r}.")
+    calib, budget = request.calib, request.settings.budget
+    if calib is not None and not (type(calib) is int and calib >= 1):
+        raise OptionError(f"--calib must be a whole number from 1, got {calib!r}.")
+    if type(budget) is not int or budget < 1 << 20:
+        raise OptionError(f"--budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
     if request.settings.keep not in ("tensors", "sketch", "summary"):
         raise OptionError(
             f"keep must be 'tensors', 'sketch' or 'summary', got {request.settings.keep!r}."
