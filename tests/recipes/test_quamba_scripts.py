@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,15 +10,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from quamba_reader import RECIPE, Reader
+from quamba_reader import RECIPE, ROOT, Reader
 from warm_python import WarmPython
 
 pytest.importorskip("transformers")
 
+OUT = "layer_outputs"
 SIZES = "--calib_data_num 2 --calib_seqlen 16"
 
 
@@ -258,6 +261,42 @@ def test_an_error_of_ours_is_no_difference(reader: Reader, warm: WarmPython) -> 
         file.write(text)
     ran = broken.type("./comparewithfp 2-1")
     assert ran.code == 2 and "ZeroDivisionError" in ran.err
+
+
+def test_the_commands_of_our_own_pages_run(reader: Reader) -> None:
+    """Those of tensortap, one page after the other, on short sequences; scripts run above."""
+    tensortap = reader.folder / "bin" / "tensortap"
+    tensortap.parent.mkdir()
+    tensortap.write_text("#!/usr/bin/env python3\nfrom tensortap.cli.main import main\nmain()\n")
+    tensortap.chmod(0o755)
+    pages = (RECIPE / "SSM_MODE_GUIDE.md", RECIPE / "README.md", ROOT / "docs" / "quamba.md")
+    blocks = (re.findall(r"```(?:ba)?sh\n(.*?)```", page.read_text(), re.DOTALL) for page in pages)
+    lines = [line for block in itertools.chain(*blocks) for line in block.splitlines()]
+    found = [line for line in lines if line.startswith("tensortap ")]
+    assert len(found) == 8
+    for line in found:
+        short = re.sub(r"(?=-o runs)", "--seq-len 16 ", line) if " record " in line else line
+        ran = reader.type(f"PATH=$PWD/bin:$PATH; {short}")
+        expected = re.search(r"# exit (\d)", line)
+        assert ran.code == int(expected[1] if expected else 0), f"{short}\n{ran.out}{ran.err}"
+        assert ran.out.strip()
+
+
+@pytest.mark.parametrize(
+    ("option", "facts"),
+    [
+        ("--hadamard", {"hadamard": True}),
+        ("--percentile 0.9", {"percentile": 0.9}),
+        ("--calib 1", {"calib": 1}),
+    ],
+)
+def test_options_of_the_model_reach_it(reader: Reader, option: str, facts: dict[str, Any]) -> None:
+    ran = reader.type(f"./save_all_modes.sh 0 {SIZES} --output_dir other {option}")
+    assert ran.code == 0, ran.err
+    stats = reader.json("other/mode_0_stats.json")
+    assert {key: stats[key] for key in facts} == facts
+    usual, other = (np.load(reader.folder / f"{d}/mode_0_layer_0.npy") for d in (OUT, "other"))
+    assert not np.array_equal(usual, other)
 
 
 def test_statistics_say_what_was_run(reader: Reader) -> None:
