@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import MissingExtraError, OptionError, TargetError
+from ..taps.programs.quiet import quietly
 from .artefacts import with_inputs
 from .input_ids import check_range, read_input_ids
-from .modes.ao import quietly
 from .options import parse_device, parse_dtype
 from .target import Batch, Target
 

@@ -8,12 +8,9 @@ lose a bias given by name without a word.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from ...errors import MissingExtraError, OptionError
 from ...taps.describe import GRID
 from ...taps.isolation import unchanged
+from ...taps.programs.quiet import quietly
 from ..target import Target
 from .layers import (
     CONVOLUTIONS,
@@ -38,7 +36,7 @@ from .layers import (
 )
 from .observing import eagerly, run_batch
 
-__all__ = ["AO_MODES", "GROUP", "apply_ao", "package", "quietly", "why_not"]
+__all__ = ["AO_MODES", "GROUP", "apply_ao", "package", "why_not"]
 
 GROUP = 32
 """How many weights of a row share a scale in int4wo."""
@@ -69,19 +67,6 @@ _GRIDS = {
     "fp8": "float8_e4m3fn",
     "fp8wo": "float8_e4m3fn",
 }
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Without the warnings of an import: missing GPU kernels, deprecations among libraries."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def package(mode: str) -> Any:
