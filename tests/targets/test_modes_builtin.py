@@ -294,6 +294,16 @@ def test_compiled_models_and_models_in_a_mode_are_a_sentence() -> None:
         apply_mode(Target(nn.Linear(4, 4), torch.ones(1, 4)), "fake:w8a8", calib=0)
 
 
+@pytest.mark.parametrize("name", ["int8", "int8wo", "fp8wo"])
+def test_a_quantised_model_is_not_cast(name: str) -> None:
+    made = in_mode(nn.Sequential(nn.Linear(32, 8)), name)
+    with pytest.raises(OptionError, match=r"casts plain weights, and '0.weight' is an? \w+Tensor"):
+        in_mode(made, "bf16")
+    assert in_mode(made, "fp32")(torch.ones(1, 32)).dtype == torch.float32
+    with pytest.raises(OptionError, match="The mode is the int 3, expected a name"):
+        in_mode(made, 3)  # type: ignore[arg-type]
+
+
 def test_in_mode_needs_inputs_for_static_scales_alone() -> None:
     with pytest.raises(OptionError, match="calibrated on inputs, and none were given"):
         in_mode(nn.Linear(4, 4), "fake:w8a8")

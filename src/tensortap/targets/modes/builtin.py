@@ -20,6 +20,7 @@ from torch import nn
 
 from ...errors import OptionError, TargetError
 from ...taps.compiled import contains_compiled, forget
+from ...taps.plain import is_plain
 from ..casting import cast_target
 from ..target import Target, describe
 from .ao import AO_MODES, apply_ao, package, why_not
@@ -129,6 +130,13 @@ def _cast(target: Target, name: str) -> Target:
     dtype = CASTS[name]
     tensors = (*target.model.parameters(), *target.model.buffers())
     before = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    for place, tensor in target.model.named_parameters():
+        if tensor.is_floating_point() and not is_plain(tensor) and not before <= {dtype}:
+            raise OptionError(
+                f"The mode {name!r} casts plain weights, and {place!r} is {describe(tensor.data)}: "
+                "the model is quantised already, or its weights are spread over devices. Make the "
+                "mode of the model as it was before."
+            )
     made = cast_target(target, dtype, target.name or type(target.model).__name__)
     if before <= {dtype}:
         return replace(made, notes=target.notes)
