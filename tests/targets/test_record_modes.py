@@ -20,6 +20,8 @@ import torch
 
 from tensortap.errors import OptionError, RecordingError, RecordingExistsError
 from tensortap.recording import open as open_recording
+from tensortap.recording.schema import Manifest
+from tensortap.recording.writer import Writer
 from tensortap.targets import load_target
 from tensortap.targets.modes import worker, workers
 from tensortap.targets.modes.record import record_modes
@@ -265,6 +267,23 @@ class TestHere:
         ]
         assert {(s.number, s.of) for s in steps} == {(1, 2), (2, 2)}
 
+    def test_gradients_that_do_not_come_are_said(self, tmp_path: Path) -> None:
+        class Cut(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x.detach()
+
+        def build(mode: str):
+            torch.manual_seed(0)
+            middle = Cut() if mode == "cut" else torch.nn.Identity()
+            first, last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+            return torch.nn.Sequential(first, middle, last), torch.ones(1, 4)
+
+        found = record_modes(build, tmp_path, modes="whole,cut", layers=["0", "2"], grads=True)
+        assert found, str(found)
+        said = [text for text in found["cut"].notes if "gradient" in text]
+        assert "No gradient came to 1 of 2 layers ('0'): something behind them" in said[-1]
+        assert not any("No gradient" in text for text in found["whole"].notes)
+
     def test_in_memory(self, target: str) -> None:
         folder = f"memory://modes/{os.getpid()}/{time.monotonic_ns()}"
         found = record_modes(target, folder, modes="good")
@@ -299,7 +318,7 @@ import os
 import torch
 from torch import nn
 
-MODES = ("cwd", "device", "autocast", "threads", "hook", "environment", "flags", "precision", "a")
+MODES = "cwd device autocast threads hook environment flags precision grad a".split()
 os.chdir("/")  # as files do that read others beside them
 
 def build(mode="a"):
@@ -321,6 +340,9 @@ def build(mode="a"):
         os.environ["LEFT_BEHIND"] = "1"
     if mode == "flags":
         torch.backends.cudnn.deterministic = True
+    seen["grad"] = torch.is_grad_enabled()
+    if mode == "grad":
+        torch.set_grad_enabled(False)
     if mode == "precision":
         torch.set_float32_matmul_precision("medium")
     import tensortap as tap
@@ -351,7 +373,7 @@ def build(mode="a"):
         assert not torch.is_autocast_enabled("cpu")
         assert torch.get_num_threads() == threads
         assert "LEFT_BEHIND" not in os.environ and os.environ["KEPT"] == "1"
-        assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "highest" and torch.is_grad_enabled()
         assert torch.equal(torch.nn.Identity()(torch.ones(1)), torch.ones(1))
 
     def test_what_the_caller_has_set_stays(self, tmp_path: Path) -> None:
@@ -571,6 +593,23 @@ class TestResume:
         row = record_modes("m.py:build", "runs", **options, resume=True)["a"]
         assert row.status == "kept"
         assert "The file of the option weights, w.bin, has changed" in row.notes[0]
+
+    def test_an_empty_recording_is_made_anew(self, target: str, tmp_path: Path) -> None:
+        made = Request(target).made_with("a")
+        Writer(str(tmp_path / "a"), Manifest(mode="a", selection={"made_with": made})).close()
+        assert open_recording(tmp_path / "a").status == "complete"
+        found = record_modes(target, tmp_path, modes="a", resume=True)["a"]
+        assert (found.status, found.layers) == ("recorded", 2)
+
+    def test_another_recording_at_the_place_of_against(self, target: str, tmp_path: Path) -> None:
+        base = tmp_path / "base"
+        options = {"modes": "a", "against": base / "a"}
+        record_modes(target, base, modes="a")
+        record_modes(target, tmp_path / "runs", **options)
+        assert record_modes(target, tmp_path / "runs", **options, resume=True)["a"].status == "kept"
+        record_modes(target, base, modes="a", options={"samples": 1}, overwrite=True)
+        row = record_modes(target, tmp_path / "runs", **options, resume=True)["a"]
+        assert "the file of --against is not the same (recording.json)" in str(row.problem)
 
     def test_modes_that_began_with_other_random_numbers(self, target: str, tmp_path: Path) -> None:
         torch.manual_seed(1)

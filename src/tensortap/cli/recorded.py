@@ -43,12 +43,14 @@ def facts(outcome: Outcome) -> dict[str, object]:
 
 def report(outcome: Outcome, as_json: bool, *, kept: bool = False) -> int:
     """Print what was recorded, or `kept`; a self-check that failed makes it unhealthy."""
+    from ..targets.modes.rows import without_gradients
+
     recording = outcome.recording
     if as_json:
         print_json({**facts(outcome), **({"kept": True} if kept else {})})
     else:
         say(_kept(outcome) if kept else recorded(outcome))
-    print_notes([*_quiet(recording), *_stopped(recording)])
+    print_notes([*_quiet(recording), *_stopped(recording), *without_gradients(recording)])
     code = _warn(outcome)
     if not as_json:
         verb = "check" if code else "show"

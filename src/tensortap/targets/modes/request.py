@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...recording.schema import MANIFEST
 from ..importing import finding
 from ..load import load_target
 from ..running import Settings
@@ -172,6 +173,8 @@ class Request:
             "manifest": compiled.manifest,
             "weights": compiled.weights,
             "names_from": compiled.names_from,
+            "against": _recorded(self.settings.against),
+            "floor": _recorded(self.settings.floor),
             **{f"custom_ops {number}": path for number, path in enumerate(compiled.custom_ops)},
         }
         return digests(
@@ -199,6 +202,11 @@ def command_of(target: str, options: Mapping[str, Any]) -> list[str]:
 def _table(table: ModeTable) -> dict[str, Any]:
     found = {"mode": table.mode, "target": table.target, "calib": table.calib, **table.options}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _recorded(path: str | None) -> Path | None:
+    """The file that is written anew with a recording; one at a URL is known by its address."""
+    return None if path is None else Path(path) / MANIFEST
 
 
 def _plain(value: Any) -> Any:

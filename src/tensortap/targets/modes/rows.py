@@ -18,8 +18,9 @@ from .results import RecordedMode
 from .resume import DRAWN_FROM, look
 from .surroundings import Surroundings
 
-__all__ = ["begun_otherwise", "earlier_row", "problem_of", "row_of"]
+__all__ = ["begun_otherwise", "earlier_row", "problem_of", "row_of", "without_gradients"]
 
+_MANY = 4  # layers in a sentence
 _STOPPED = (
     "Each forward was stopped behind '{}', the last call that was asked for. "
     "--no-early-stop runs on."
@@ -47,11 +48,32 @@ def row_of(
         layers=len(recording),
         records=len(recording.records),
         nbytes=recording.nbytes,
-        notes=(*notes, *quiet, *stopped),
+        notes=(*notes, *quiet, *stopped, *without_gradients(recording)),
         checks=len(recording.manifest.self_checks),
         failed_checks=tuple(outcome.failed_checks),
         compared=_compared_before(recording) if comparison is None else _compared(outcome),
     )
+
+
+def without_gradients(recording: Recording) -> list[str]:
+    """That gradients were asked for and did not come to every layer, as in `int8`."""
+    made_with = recording.manifest.selection.get("made_with") or {}
+    if not made_with.get("grads"):
+        return []
+    ports: dict[str, set[str]] = {}
+    for record in recording.records:
+        ports.setdefault(record.layer, set()).add(record.port)
+    lacking = [
+        layer for layer, has in ports.items() if "output" in has and "grad_output" not in has
+    ]
+    if not lacking:
+        return []
+    names = ", ".join(repr(name or "(root)") for name in lacking[:_MANY])
+    more = f" and {len(lacking) - _MANY} more" if len(lacking) > _MANY else ""
+    return [
+        f"No gradient came to {len(lacking)} of {len(ports)} layers ({names}{more}): something "
+        "behind them lets none through, or they do not depend on what requires one."
+    ]
 
 
 def _compared(outcome: Outcome) -> dict[str, Any]:
