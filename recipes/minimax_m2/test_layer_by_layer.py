@@ -26,9 +26,10 @@ def main() -> int:
     model_options(made, output=OUTPUT)
     asked = made.parse_args()
 
-    from minimax.model import build_target, chosen, tokens
+    from minimax.model import build_target, chosen, share_the_machine, tokens
 
     wanted = chosen(asked.model_path, asked.seed, asked.tiny, asked.seq_len)
+    share_the_machine(wanted)
     given = tokens(wanted, asked.prompt)
     from minimax.compiled import compile_model, find_compiled
     from minimax.layers import record_compiled, recording_of, statistics_of, write_tree

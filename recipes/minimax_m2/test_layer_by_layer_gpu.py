@@ -27,10 +27,11 @@ def main() -> int:
     asked = made.parse_args()
 
     from minimax.layers import record_eager, recording_of, statistics_of, write_tree
-    from minimax.model import build_target, chosen, tokens
+    from minimax.model import build_target, chosen, share_the_machine, tokens
     from minimax.screen import statistics_screen
 
     wanted = chosen(asked.model_path, asked.seed, asked.tiny, asked.seq_len)
+    share_the_machine(wanted)
     given = tokens(wanted, asked.prompt)
     device = _device(asked.device)
     target = build_target(wanted, given, device)

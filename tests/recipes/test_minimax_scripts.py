@@ -257,6 +257,19 @@ def test_experts_go_one_by_one_where_groups_cannot_be_multiplied(minimax: Reader
     assert ran.out == "[True, True, False, True]\n", ran.err  # meta shapes are CUDA's
 
 
+def test_the_built_in_model_takes_one_core_alone(minimax: Reader) -> None:
+    asked = (
+        "import dataclasses, pathlib, torch\n"
+        "from minimax.model import chosen, share_the_machine\n"
+        "torch.set_num_threads(2)\n"
+        "for found in (pathlib.Path('checkpoint'), None):\n"
+        "    share_the_machine(dataclasses.replace(chosen(), checkpoint=found))\n"
+        "    print(torch.get_num_threads())"
+    )
+    ran = minimax.python(HERE + asked)
+    assert ran.out == "2\n1\n", ran.err
+
+
 # Comparing.
 
 

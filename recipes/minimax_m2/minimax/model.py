@@ -18,7 +18,16 @@ from tensortap.targets.load import load_target
 
 from .prompt import VOCABULARY, Tokens, tokens_of
 
-__all__ = ["LAYERS", "Chosen", "build_target", "can_group", "chosen", "experts_of", "tokens"]
+__all__ = [
+    "LAYERS",
+    "Chosen",
+    "build_target",
+    "can_group",
+    "chosen",
+    "experts_of",
+    "share_the_machine",
+    "tokens",
+]
 
 LAYERS = ("embedding", "blocks", "final_norm")
 SEQ_LEN = 128
@@ -104,6 +113,16 @@ def chosen(
         tiny=tiny and model_path is None,
         seq_len=SEQ_LEN if seq_len is None else seq_len,
     )
+
+
+def share_the_machine(wanted: Chosen) -> None:
+    """Run the built-in model on one thread.
+
+    Its layers are so narrow that two threads gain nothing, and where somebody else has a core they
+    wait for each other three times as long as they compute.
+    """
+    if wanted.checkpoint is None:
+        torch.set_num_threads(1)
 
 
 def tokens(wanted: Chosen, prompt: str | None) -> Tokens:
