@@ -75,13 +75,12 @@ class FloatScan(nn.Module):
                 decay = torch.exp(A * step)
                 fed = step * B[:, now].transpose(0, 1)[:, :, None].float()
                 fed = fed * u[:, :, now].permute(2, 0, 1)[..., None].float()
-                c = C[:, now].transpose(0, 1)[..., None]
-                for index in range(now.stop - now.start):
-                    state = decay[index] * state + fed[index]
-                    outputs.append(_read(state.to(u.dtype), c[index]))
-            outputs += outputs[-1:] * (length - (end - start))
+                for kept, added in zip(decay.unbind(), fed.unbind(), strict=True):
+                    state = added.add_(kept.mul_(state))  # so that `fed` holds all the states
+                outputs.append(_read(fed.to(u.dtype), C[:, now].transpose(0, 1)[..., None]))
+            outputs += [outputs[-1][-1:]] * (length - (end - start))
             state = self._handed_on(state)
-        y = torch.stack(outputs, dim=-1) + u * D.float()[None, :, None]
+        y = torch.cat(outputs).permute(1, 2, 0) + u * D.float()[None, :, None]
         return (y * F.silu(z)).transpose(1, 2)
 
     def _handed_on(self, state: Tensor) -> Tensor:
@@ -157,11 +156,17 @@ def _segments(length: int, size: int) -> Iterator[tuple[int, int, int]]:
         yield start, start + 1 if once else end, end - start
 
 
-def _read(state: Tensor, c: Tensor) -> Tensor:
-    """C h of one step. Half precision has no fast product here: the sum is float, then rounded."""
-    if state.dtype == torch.float16:
-        return (state.float() @ c.float())[:, :, 0].half()
-    return (state @ c)[:, :, 0]
+def _read(states: Tensor, c: Tensor) -> Tensor:
+    """C h of some steps, each by itself: in one product torch may sum in another order.
+
+    Half precision has no fast product here: the sum is float, then rounded.
+    """
+    half = states.dtype == torch.float16
+    if half:
+        states, c = states.float(), c.float()
+    both = zip(states.unbind(), c.unbind(), strict=True)
+    read = torch.stack([state @ column for state, column in both])[..., 0]
+    return read.half() if half else read
 
 
 def _keep_scales(scan: nn.Module, scales: Mapping[str, Tensor]) -> None:
