@@ -289,3 +289,43 @@ def test_a_mode_with_nan_or_without_a_layer_is_not_close(tmp_path: Path) -> None
     screen = str(layer_screen(nan.comparison, "layer_0"))
     assert "of the 63 values that are finite on both sides; 1 are not." in screen
     assert "undefined (MSE), undefined (correlation)" in screen
+
+
+class Residual(torch.nn.Module):
+    """Eight blocks, so that there are some to tell by."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(64)
+            self.up, self.down = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(self.Block() for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_bug_below_the_floor_of_a_quantised_mode_is_a_jump(tmp_path: Path) -> None:
+    """A lost bias is less than int8 may make at worst, and far more than the other layers make."""
+    torch.manual_seed(0)
+    model, x = Residual().eval(), torch.randn(8, 64)
+    good, bad = (tap.in_mode(model, "fake:w8a8", inputs=x) for _ in range(2))
+    with torch.no_grad():
+        bad.blocks[3].down.bias.zero_()
+        for mode, run in (("fp32", model), ("good", good), ("bad", bad)):
+            with tap.record(run, tmp_path / mode, mode=mode, inputs=True):
+                run(x)
+    modes = tap.compare_modes(tmp_path)
+    assert modes.same
+    (warning,) = modes.warnings
+    assert warning.startswith("bad: the error jumps at blocks.3, from at most 0.")
+    known = tap.compare_modes(tmp_path, floor=tmp_path / "good", modes="bad")
+    assert known["bad"].first_divergence == "blocks.3" and known.warnings == ()

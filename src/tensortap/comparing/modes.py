@@ -212,6 +212,14 @@ def _warnings(rows: Sequence[ModeRow], reference: str) -> list[str]:
             for row in rows
             if row.comparison is not None and all(r.by_summaries for r in row.comparison.compared)
         ),
+        *(
+            f"{row.mode}: the error jumps at {row.jump.layer}, from at most {row.jump.before:.2g} "
+            f"to {row.jump.ratio:.2g} times the floor. Its precision may make that much, but does "
+            "not in the layers before: give a good recording in that precision as the floor to "
+            "know."
+            for row in rows
+            if row.jump is not None
+        ),
     ]
 
 
