@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from minimax.model import build_target, chosen, tokens
+from minimax.model import build_target, chosen, share_the_machine, tokens
 
 from tensortap import Target
 
@@ -21,4 +21,5 @@ def build(
     """MiniMax-M2 with 62 layers on a prompt, or a checkpoint (--set model_path=DIR)."""
     small = os.environ.get("TENSORTAP_TINY", "") not in ("", "0") if tiny is None else tiny
     wanted = chosen(None if model_path is None else Path(model_path), seed, small, seq_len)
+    share_the_machine(wanted)  # as the scripts do, for the same bits
     return build_target(wanted, tokens(wanted, prompt), device)
