@@ -203,13 +203,13 @@ Layer {layer} - Comparison Results
   Max Abs Diff:     {number}
 
 ❌ Error Metrics:
-  MSE:               {number}
+  MSE:               {scientific}
   RMSE:             {number}
   MAE:              {number}
 
 📈 Relative Metrics:
-  Relative MSE:      {number} ({number}%)
-  Relative MAE:      {number} ({number}%)
+  Relative MSE:      {scientific} ({percent}%)
+  Relative MAE:      {scientific} ({percent}%)
   Correlation:      {number}
 
 📊 Absolute Difference Percentiles:
@@ -243,10 +243,16 @@ def find(document: str, *words: str) -> str:
 
 def pattern(screen: str) -> str:
     """A regular expression for a screen of the documents."""
-    number = r" *-?\d+(?:\.\d+)?(?:e[+-]\d+)?"
-    ten = rf"'{number}'(?:, '{number}'){{9}}"
+    number = r" *-?\d+\.\d{6}(?:e[+-]\d\d)?"  # an exponent where six decimals would be zeros
+    holes = {
+        "number": number,
+        "scientific": r"\d\.\d{6}e[+-]\d\d",
+        "percent": r" *\d+\.\d{3}",
+        "ten": rf"'{number}'(?:, '{number}'){{9}}",
+        "shape": r"\d+(?:, \d+)+",
+    }
     text = re.escape(screen.strip("\n"))
-    for hole, fills in (("number", number), ("ten", ten), ("shape", r"\d+(?:, \d+)+")):
+    for hole, fills in holes.items():
         text = text.replace(r"\{" + hole + r"\}", fills)
     return text
 
