@@ -80,7 +80,7 @@ class FloatScan(nn.Module):
                 outputs.append(_read(fed.to(u.dtype), C[:, now].transpose(0, 1)[..., None]))
             outputs += [outputs[-1][-1:]] * (length - (end - start))
             state = self._handed_on(state)
-        y = torch.cat(outputs).permute(1, 2, 0) + u * D.float()[None, :, None]
+        y = torch.cat(outputs).permute(1, 2, 0).contiguous() + u * D.float()[None, :, None]
         return (y * F.silu(z)).transpose(1, 2)
 
     def _handed_on(self, state: Tensor) -> Tensor:
