@@ -81,6 +81,7 @@ def seeded(shape: Shape, seed: int) -> MambaForCausalLM:
 def checkpoint(folder: Path) -> MambaForCausalLM:
     """A local Mamba checkpoint in float32: safetensors alone, no code, no network."""
     _check(folder)
+    _silence()
     try:
         config = MambaConfig.from_pretrained(folder, local_files_only=True)
         if config.model_type != "mamba" or config.hidden_act != "silu":
@@ -113,6 +114,14 @@ def checkpoint(folder: Path) -> MambaForCausalLM:
         )
     built: MambaForCausalLM = model.eval()
     return built
+
+
+def _silence() -> None:
+    """Let transformers draw no bar: our notes say what is loaded, also into a file."""
+    from transformers.utils import logging
+
+    quiet: Any = logging.disable_progress_bar
+    quiet()
 
 
 def _check(folder: Path) -> None:
