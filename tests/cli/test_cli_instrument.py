@@ -100,7 +100,7 @@ def test_a_check_that_fails_is_exit_1(run: Run, tmp_path: Path) -> None:
     words = ("instrument", f"{tmp_path / 'liar.py'}:build", "-o", tmp_path / "model.pt")
     done = run(*words, "-l", "all")
     assert done.code == 1
-    assert "taps are not what the eager model computes" in done.err
+    assert "taps are not what the eager model computes, " in done.err
     assert "'act': off by up to" in done.err
     assert "Checked" not in done.out
     unchecked = run(*words, "-l", "all", "--overwrite", "--no-check", "--json")

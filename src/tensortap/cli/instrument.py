@@ -159,10 +159,7 @@ def _report(written: Written, failed: list[str] | None, as_json: bool) -> None:
     print_notes(written.manifest.notes)
     if failed:
         shown = "; ".join(failed[:_SHOWN]) + ("; …" if len(failed) > _SHOWN else "")
-        note(
-            f"{len(failed)} of {len(written.manifest.entries)} taps are not what the eager model "
-            f"computes: {shown}."
-        )
+        note(f"Outputs or taps are not what the eager model computes, {len(failed)}: {shown}.")
     if not as_json:
         first = written.files[0] if len(written.files) == 1 else written.manifest_file
         typer.echo(f"next: tensortap record {first} -o DIR --inputs-from FILE", err=True)
