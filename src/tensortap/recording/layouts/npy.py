@@ -94,13 +94,9 @@ class NpyLayout:
 
         A bad file is no other mode's.
         """
-        trees: dict[str, Tree | LayoutError] = {}
-        for mode, files in self.files(source).items():
-            try:
-                trees[mode] = _tree(source, mode, files)
-            except LayoutError as error:
-                trees[mode] = error
-        return trees
+        return {
+            mode: _tree_or_why(source, mode, files) for mode, files in self.files(source).items()
+        }
 
     def files(self, source: Path) -> dict[str, dict[int, str]]:
         """The names of the files, by mode and number."""
@@ -136,6 +132,13 @@ def _make_room(out: Path, stem: str, *, overwrite: bool) -> None:
         )
     for name in old:
         (out / name).unlink()
+
+
+def _tree_or_why(source: Path, mode: str, files: Mapping[int, str]) -> Tree | LayoutError:
+    try:
+        return _tree(source, mode, files)
+    except LayoutError as error:
+        return error
 
 
 def _tree(source: Path, mode: str, files: Mapping[int, str]) -> Tree:
