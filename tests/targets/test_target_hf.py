@@ -112,6 +112,15 @@ class TestLoading:
             load_target(f"hf:{llama_source}", {}, inputs_from=[path])
         assert "did you mean 'input_ids'" in str(caught.value)
 
+    def test_no_bar_for_every_mode(
+        self, llama_source: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        shown = transformers.utils.logging.is_progress_bar_enabled()
+        capfd.readouterr()
+        load_target(f"hf:{llama_source}", {"mode": "bf16"}, prompts=["cat"])
+        assert "%|" not in capfd.readouterr().err
+        assert transformers.utils.logging.is_progress_bar_enabled() == shown
+
     def test_the_weights_are_those_of_the_file(self, llama_source: Path) -> None:
         from safetensors.torch import load_file
 

@@ -6,10 +6,11 @@ no look at the network. Weights are loaded in the dtype they were saved in unles
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,19 @@ def _model_class(transformers: Any, config: Any, folder: Path) -> Any:
     return kind
 
 
+@contextlib.contextmanager
+def _without_bar(transformers: Any) -> Iterator[None]:
+    """Without the bar of loading weights, which are on this machine's disk."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _model(
     transformers: Any,
     kind: Any,
@@ -209,15 +223,16 @@ def _model(
     dtype_option = "dtype" if version >= (4, 56) else "torch_dtype"
     extra = {key: str(values[key]) for key in ("attn_implementation",) if key in values}
     try:
-        model, info = kind.from_pretrained(
-            folder,
-            config=config,
-            use_safetensors=True,
-            output_loading_info=True,
-            **{dtype_option: dtype or "auto"},
-            **_LOCAL,
-            **extra,
-        )
+        with _without_bar(transformers):  # one a mode would be many
+            model, info = kind.from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                output_loading_info=True,
+                **{dtype_option: dtype or "auto"},
+                **_LOCAL,
+                **extra,
+            )
     except _LOADING as error:
         raise TargetError(
             f"The weights in {str(folder)!r} cannot be loaded: {_first_line(error)}"
