@@ -106,6 +106,7 @@ def mode_names(
             if why is None:
                 found[name] = None
             elif note is not None:
+                why = why.replace(f"The mode {name!r}", "it", 1)
                 note(f"The mode '{name}' of the group '{word}' is left out: {why}")
     if not found:
         raise OptionError(f"There is no mode in {', '.join(map(repr, wanted))} that can run here.")
