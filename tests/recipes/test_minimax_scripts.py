@@ -257,6 +257,18 @@ def test_experts_go_one_by_one_where_groups_cannot_be_multiplied(minimax: Reader
     assert ran.out == "[True, True, False, True]\n", ran.err  # meta shapes are CUDA's
 
 
+def test_our_own_prompt_is_as_long_as_is_asked_for(minimax: Reader) -> None:
+    asked = (
+        "from minimax.model import chosen, tokens\n"
+        "for length in (1, 128, 400):\n"
+        "    made = tokens(chosen(seq_len=length), None)\n"
+        "    read = bytes((made.ids[0] - 3).tolist()).decode()\n"
+        "    print(list(made.ids.shape), read == made.prompt, made.note)"
+    )
+    ran = minimax.python(HERE + asked)
+    assert ran.out == "[1, 1] True None\n[1, 128] True None\n[1, 400] True None\n", ran.err
+
+
 def test_the_built_in_model_takes_one_core_alone(minimax: Reader) -> None:
     asked = (
         "import dataclasses, pathlib, torch\n"
