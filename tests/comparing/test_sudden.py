@@ -37,7 +37,7 @@ def record(model: nn.Module, folder: Path) -> str:
 
 
 def told(result: tap.Comparison) -> list[str]:
-    return [note for note in result.notes if "the error rises" in note]
+    return [note for note in result.notes if "The error jumps" in note]
 
 
 def test_a_bias_that_was_lost_is_told_of(model: nn.Module, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_bias_that_was_lost_is_told_of(model: nn.Module, tmp_path: Path) -> No
     result = tap.compare(sound, broken)
     assert result.first_divergence is None  # the estimate is too wide for it
     (note,) = told(result)
-    assert note.startswith("At '3' ") and "fake int8" in note
+    assert note.startswith("The error jumps at '3', ") and "fake int8" in note
     found = tap.compare(sound, broken, floor=clean).first_divergence
     assert found is not None and found.layer == "3"  # as the note says
     assert told(tap.compare(sound, broken, floor=clean)) == []

@@ -16,7 +16,7 @@ from .moments import in_words
 from .precision import is_quantised, precision_of, unit_of
 from .results import LayerComparison
 from .sentences import name_of
-from .sudden import sudden_note
+from .sudden import sudden_note, sudden_rise
 
 __all__ = [
     "Run",
@@ -223,6 +223,6 @@ def notes_of(
             )
     precision = max((precision_of(run) or "" for run in (left, right)), key=unit_of)
     if floor is None and not conditions and is_quantised(precision):
-        rise = sudden_note(rows, precision)
-        notes += [] if rise is None else [rise]
+        rise = sudden_rise(rows)
+        notes += [] if rise is None else [sudden_note(rise, precision)]
     return notes

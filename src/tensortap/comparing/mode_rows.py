@@ -14,25 +14,11 @@ from .checks import Run
 from .compare import compare
 from .results import Comparison, LayerComparison, number
 from .sentences import name_of
+from .sudden import Rise, sudden_rise
 
-__all__ = ["GRADES", "Jump", "ModeRow", "itself", "mode_row"]
+__all__ = ["GRADES", "ModeRow", "itself", "mode_row"]
 
-_ENOUGH = 2  # blocks before one that jumps
-_JUMP = 4.0  # times the largest error before it
 GRADES = ("very close", "good", "fair", "large", "undefined")
-
-
-@dataclass(frozen=True)
-class Jump:
-    """A block whose error, though within what its precision may make, is many times that before.
-
-    Both are in floors. An estimated floor is what a quantised layer may make at worst, several
-    times what it does make, so that a small bug hides below it; its neighbours tell.
-    """
-
-    layer: str
-    before: float
-    ratio: float
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class ModeRow:
     first_divergence: str | None = None
     problem: str = ""
     comparison: Comparison | None = field(default=None, repr=False)
-    jump: Jump | None = field(default=None, repr=False)
+    jump: Rise | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -105,21 +91,8 @@ def mode_row(label: str, base: Recording, run: Recording, **options: Any) -> Mod
         grade=_worst_grade(ends),
         first_divergence=None if divergence is None else name_of(divergence.layer),
         comparison=result,
-        jump=_jump([row for row in ends if row.layer in blocks]) if result.same else None,
+        jump=sudden_rise([row for row in ends if row.layer in blocks]) if result.same else None,
     )
-
-
-def _jump(rows: Sequence[LayerComparison]) -> Jump | None:
-    """The first block whose error is a jump; there must be some before it to tell by."""
-    before: list[float] = []
-    for row in sorted(rows, key=lambda row: row.order):
-        ratio = None if row.main is None else row.main.floor_ratio
-        if ratio is None or not math.isfinite(ratio):
-            return None
-        if len(before) >= _ENOUGH and ratio > max(1.0, _JUMP * max(before)):
-            return Jump(name_of(row.layer), max(before), ratio)
-        before.append(ratio)
-    return None
 
 
 def itself(run: Recording, options: Mapping[str, Any]) -> list[str]:

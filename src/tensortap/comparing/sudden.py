@@ -7,17 +7,27 @@ that is many times worse than all before it may hide below the limit, so it is a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .results import LayerComparison
 from .sentences import name_of
 
-__all__ = ["sudden_note", "sudden_rise"]
+__all__ = ["Rise", "sudden_note", "sudden_rise"]
 
-_TIMES = 5.0
-_BEFORE = 3  # compared layers that must stand before it, to know what is usual
+_TIMES = 4.0  # the largest error before it
+_BEFORE = 2  # compared layers that must stand before it, to know what is usual
 
 
-def sudden_rise(rows: Sequence[LayerComparison]) -> tuple[LayerComparison, float] | None:
+@dataclass(frozen=True)
+class Rise:
+    """A layer whose error is many times that of all before it; both in floors."""
+
+    layer: str
+    before: float
+    ratio: float
+
+
+def sudden_rise(rows: Sequence[LayerComparison]) -> Rise | None:
     """The first row above its floor and many times further above it than all before it, if any."""
     before: list[float] = []
     for row in rows:
@@ -26,20 +36,16 @@ def sudden_rise(rows: Sequence[LayerComparison]) -> tuple[LayerComparison, float
             continue
         if row.verdict == "diverged":
             return None
-        if len(before) >= _BEFORE and ratio > 1.0 and ratio > _TIMES * max(before):
-            return row, ratio / max(before) if max(before) > 0 else float("inf")
+        if len(before) >= _BEFORE and ratio > max(1.0, _TIMES * max(before)):
+            return Rise(name_of(row.layer), max(before), ratio)
         before.append(ratio)
     return None
 
 
-def sudden_note(rows: Sequence[LayerComparison], precision: str) -> str | None:
-    """What to say of such a row, where the floor was estimated for a quantised run."""
-    found = sudden_rise(rows)
-    if found is None:
-        return None
-    row, times = found
+def sudden_note(rise: Rise, precision: str) -> str:
+    """What to say of it, where the floor was estimated for a quantised run."""
     return (
-        f"At '{name_of(row.layer)}' the error rises to {times:.2g} times what it is, beside the "
-        f"floor, at every layer before it. That is within the estimated floor of {precision}, "
-        "which is wide: give a sound run in that precision as the floor to be sure (--floor RUN)."
+        f"The error jumps at '{rise.layer}', from at most {rise.before:.2g} to {rise.ratio:.2g} "
+        f"times the floor. {precision} may make that much, but does not in the layers before: "
+        "give a sound run in that precision as the floor to be sure (--floor RUN)."
     )
