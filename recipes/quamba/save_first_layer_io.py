@@ -72,7 +72,7 @@ def command() -> int:
             inputs=True,
             samples=1,
             seq_len=options.seq_len,
-            options=recipe.model_options(options, options.model),
+            options={**recipe.model_options(options, options.model), "depth": 1},
         )
         saved = {mode.mode: mode.path for mode in recorded.modes if mode.status != "failed"}
         if saved:

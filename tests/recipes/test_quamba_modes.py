@@ -250,7 +250,9 @@ def test_the_hadamard_transform_is_an_option_of_int8_modes(
 
 def test_the_percentile_clips_the_ssm_input_and_the_state() -> None:
     scales = [
-        quamba_target._calibration("quamba-130m-w8a8", None, 0, True, 40, 4, share, False).layers[0]
+        quamba_target._calibration(
+            "quamba-130m-w8a8", None, 0, True, 1, 40, 4, share, False
+        ).layers[0]
         for share in (0.99, 1.0)
     ]
     smaller = {name for name in scales[0] if scales[0][name] < scales[1][name]}
@@ -328,6 +330,18 @@ def test_a_sample_is_the_same_in_any_batch(mode: str) -> None:
     alone, beside = (target(target.batches[0]).logits for target in (one, both))
     exact = torch.equal if MODES[mode].int8_scan else torch.allclose
     assert exact(alone[0], beside[0])
+
+
+@pytest.mark.parametrize("mode", ["fp32", "0", "2-4"])
+def test_the_first_layers_alone_compute_the_same(mode: str) -> None:
+    outputs: list[Tensor] = []
+    for depth in (None, 1):
+        target = tiny(mode, depth=depth)
+        block = target.model.get_submodule("backbone.layers.0")
+        block.register_forward_hook(lambda _, __, output: outputs.append(output))
+        target(target.batches[0])
+    assert torch.equal(*outputs)
+    assert len(target.model.get_submodule("backbone.layers")) == 1
 
 
 def test_the_documents_folder_may_be_missing(

@@ -50,12 +50,14 @@ def build(
     percentile: float = 0.9999,
     calib: int = 4,
     batch_size: int | None = None,
+    depth: int | None = None,
 ) -> tap.Target:
     """The model in a mode, and its inputs: `samples` sequences, the same in every mode.
 
     `calib` others calibrate the scales, clipped at `percentile` where the mode clips. `tiny` has
     the same 24 layers, narrow. A batch is one sequence; in a tiny model, whose time goes into
-    steps rather than numbers, all of them; or `batch_size`.
+    steps rather than numbers, all of them; or `batch_size`. Of all layers the first `depth` run:
+    what they compute is the same without the others.
     """
     if mode not in MODES:
         raise OptionError(f"There is no mode {mode!r}. The modes are {', '.join(MODES)}.")
@@ -63,12 +65,13 @@ def build(
     tiny = is_tiny(tiny) and folder is None  # a checkpoint is what it is
     rows = batch_size if batch_size is not None else samples if tiny else 1
     counts = {"seq_len": seq_len, "samples": samples, "calib": calib, "batch_size": rows}
+    counts |= {} if depth is None else {"depth": depth}
     for name, value in counts.items():
         if value < 1:
             raise OptionError(f"{name} is {value}, expected at least 1.")
     if not 0 < percentile <= 1:
         raise OptionError(f"percentile is {percentile}, expected a share, as 0.9999; at most 1.")
-    which = (model, folder, seed, tiny)
+    which = (model, folder, seed, tiny, depth)
     source = _source(*which)
     found = None
     if MODES[mode].quantised:
@@ -125,7 +128,7 @@ def _ids(vocabulary: int, length: int, samples: int, seed: int) -> Tensor:
 
 
 @lru_cache(maxsize=1)
-def _source(name: str, folder: Path | None, seed: int, tiny: bool) -> Any:
+def _source(name: str, folder: Path | None, seed: int, tiny: bool, depth: int | None = None) -> Any:
     """The float model; the last one is kept, since the next mode asks for the same."""
     try:
         from quamba.model import SHAPES, TINY, checkpoint, seeded, with_mixers
@@ -134,7 +137,8 @@ def _source(name: str, folder: Path | None, seed: int, tiny: bool) -> Any:
     if name not in SHAPES:
         raise OptionError(f"There is no model {name!r} here. Known are {', '.join(SHAPES)}.")
     shape = TINY if tiny else SHAPES[name]
-    model = seeded(shape, seed) if folder is None else checkpoint(folder)
+    model: Any = seeded(shape, seed) if folder is None else checkpoint(folder)
+    model.backbone.layers = model.backbone.layers[:depth]
     return with_mixers(model, shape.segment)
 
 
@@ -144,6 +148,7 @@ def _calibration(
     folder: Path | None,
     seed: int,
     tiny: bool,
+    depth: int | None,
     length: int,
     count: int,
     percentile: float,
@@ -152,7 +157,7 @@ def _calibration(
     """The scales, found once a process for all modes."""
     from quamba.calibration import calibrate
 
-    model = _source(name, folder, seed, tiny)
+    model = _source(name, folder, seed, tiny, depth)
     ids = _ids(model.config.vocab_size, length, count, seed + _CALIBRATION)
     batches = torch.split(ids, count if tiny else 1)
     return calibrate(model.backbone, batches, percentile, hadamard=hadamard)
