@@ -14,6 +14,7 @@ import torch
 
 from tensortap import Target
 from tensortap.errors import MissingExtraError, OptionError, TargetError
+from tensortap.taps.programs.quiet import quietly
 from tensortap.targets.load import load_target
 
 from .prompt import VOCABULARY, Tokens, tokens_of
@@ -172,10 +173,11 @@ def can_group(device: str, dtype: torch.dtype) -> bool:
 
 def _seeded(wanted: Chosen) -> Target:
     try:
-        import transformers
+        with quietly():  # it imports torchao where that is installed, which talks
+            import transformers
 
-        kind: Any = transformers.MiniMaxM2ForCausalLM
-        settings: Any = transformers.MiniMaxM2Config
+            kind: Any = transformers.MiniMaxM2ForCausalLM
+            settings: Any = transformers.MiniMaxM2Config
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
             "transformers in a version with MiniMaxM2ForCausalLM", "hf", "The built-in model"

@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MambaConfig, MambaForCausalLM
 
 from tensortap.errors import TargetError
+from tensortap.taps.programs.quiet import quietly
 
 from .calibration import Calibration
 from .integers import int8_matmul_is_exact
 from .layers import Int8Head
 from .mixer import float_mixer, int8_mixer
 from .mode_config import ModeConfig
+
+with quietly():  # it imports torchao where that is installed, which talks
+    from transformers import MambaConfig, MambaForCausalLM
 
 __all__ = ["SHAPES", "TINY", "Shape", "checkpoint", "in_mode", "seeded", "with_mixers"]
 
