@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import shutil
@@ -26,7 +27,7 @@ from tensortap.targets import load_target
 from tensortap.targets.modes import worker, workers
 from tensortap.targets.modes.record import record_modes
 from tensortap.targets.modes.request import Request
-from tensortap.targets.modes.results import ModesInterrupted, ModeStep, RecordedMode
+from tensortap.targets.modes.results import ModeStep, RecordedMode
 from tensortap.targets.modes.resume import differences
 from tensortap.targets.modes.workers import death, threads_each
 
@@ -673,6 +674,35 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
+INTERRUPTED = """
+import json, signal, subprocess, sys
+from tensortap.targets.modes.record import record_modes
+from tensortap.targets.modes.results import ModesInterrupted
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+started, pressed = [], []
+
+class Kept(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        started.append(self)
+
+subprocess.Popen = Kept
+
+def press(step):
+    if step.mode == "slow" and step.state == "running" and not pressed:
+        pressed.append(step)
+        signal.raise_signal(signal.SIGINT)
+
+if __name__ == "__main__":
+    try:
+        record_modes(sys.argv[1], sys.argv[2], modes="slow,load", jobs=2, progress=press)
+    except ModesInterrupted as caught:
+        told = {"left": list(caught.left), "recorded": [row.mode for row in caught.recorded]}
+        print(json.dumps({**told, "codes": [process.returncode for process in started]}))
+"""
+
+
 class TestProcesses:
     def test_the_same_bits_and_those_that_die_are_rows(
         self, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], started: Any
@@ -719,25 +749,20 @@ class TestProcesses:
         assert "Traceback" not in capfd.readouterr().err
         assert started[0].returncode == -signal.SIGTERM
 
-    def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path, started: Any) -> None:
-        pressed: list[ModeStep] = []
-
-        def press(step: ModeStep) -> None:
-            if step.mode == "slow" and step.state == "running" and not pressed:
-                pressed.append(step)  # once: another would interrupt the clearing up, and pytest
-                signal.raise_signal(signal.SIGINT)  # to this very thread
-
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a `&`
-        try:
-            with pytest.raises(ModesInterrupted) as caught:
-                record_modes(target, tmp_path, modes="slow,load", jobs=2, progress=press)
-        finally:
-            signal.signal(signal.SIGINT, before)
-        left = set(caught.value.left)
-        assert "slow" in left
-        assert {row.mode for row in caught.value.recorded} == {"slow", "load"} - left
-        assert [process.returncode is not None for process in started] == [True, True]
-        assert started[0].returncode == -signal.SIGTERM
+    def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path) -> None:
+        """In a process of its own: an interrupt must reach nothing of pytest's."""
+        done = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED, target, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert "slow" in told["left"]
+        assert set(told["recorded"]) == {"slow", "load"} - set(told["left"])
+        assert len(told["codes"]) == 2 and None not in told["codes"]
+        assert told["codes"][0] == -signal.SIGTERM
 
     def test_what_cannot_be_sent_is_said(self, target: str, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match=r"<lambda>.* cannot be imported"):
