@@ -81,6 +81,9 @@ def build(mode="a", samples: int = 2):
 """
 
 
+INTERRUPTED = Path(__file__).with_name("interrupted_modes.py")
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("modes") / "my_modes.py"
@@ -674,35 +677,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-INTERRUPTED = """
-import json, signal, subprocess, sys
-from tensortap.targets.modes.record import record_modes
-from tensortap.targets.modes.results import ModesInterrupted
-
-signal.signal(signal.SIGINT, signal.default_int_handler)
-started, pressed = [], []
-
-class Kept(subprocess.Popen):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        started.append(self)
-
-subprocess.Popen = Kept
-
-def press(step):
-    if step.mode == "slow" and step.state == "running" and not pressed:
-        pressed.append(step)
-        signal.raise_signal(signal.SIGINT)
-
-if __name__ == "__main__":
-    try:
-        record_modes(sys.argv[1], sys.argv[2], modes="slow,load", jobs=2, progress=press)
-    except ModesInterrupted as caught:
-        told = {"left": list(caught.left), "recorded": [row.mode for row in caught.recorded]}
-        print(json.dumps({**told, "codes": [process.returncode for process in started]}))
-"""
-
-
 class TestProcesses:
     def test_the_same_bits_and_those_that_die_are_rows(
         self, target: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], started: Any
@@ -752,7 +726,7 @@ class TestProcesses:
     def test_an_interrupt_ends_them_all(self, target: str, tmp_path: Path) -> None:
         """In a process of its own: an interrupt must reach nothing of pytest's."""
         done = subprocess.run(
-            [sys.executable, "-c", INTERRUPTED, target, str(tmp_path)],
+            [sys.executable, INTERRUPTED, target, str(tmp_path)],
             capture_output=True,
             text=True,
             timeout=120,
