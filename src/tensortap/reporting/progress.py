@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +26,7 @@ _REFRESH = 0.2
 _Kind = TypeVar("_Kind", bound="_Line")
 
 
-class _Line:
+class _Line(ABC):
     """A thread that shows something after a while, until the block ends."""
 
     def __init__(self) -> None:
@@ -58,11 +59,13 @@ class _Line:
         while not self._ended.wait(EVERY):
             print(self._text(), file=sys.stderr)  # noqa: T201
 
+    @abstractmethod
     def _text(self) -> str:
-        raise NotImplementedError
+        """How far things are, in a line."""
 
+    @abstractmethod
     def _bar(self) -> None:
-        raise NotImplementedError
+        """Show a bar until the end."""
 
 
 class ProgressLine(_Line):
