@@ -16,7 +16,8 @@ from ..numerics.summary import Summary
 from ..recording.dtypes import dtype_name
 from ..recording.schema import Site
 from ..recording.writer import Writer
-from ..taps.describe import InputLog, rank
+from ..taps.describe import rank
+from ..taps.input_log import InputLog
 from .choice import Chosen, described
 from .earlier import Claim, make_room
 from .manifest import manifest_of

@@ -3,7 +3,6 @@ runs differ."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import sys
@@ -17,12 +16,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..recording.dtypes import dtype_name
-from .leaves import flatten
-from .plain import is_plain
 
 __all__ = [
     "GRID",
-    "InputLog",
     "describe_environment",
     "describe_module",
     "device_of",
@@ -32,9 +28,6 @@ __all__ = [
 
 GRID = "tensortap_grid"
 """The attribute of a layer in a quantised mode that says what its weight is worth: `int4`."""
-_MOST_IDS = 1 << 16
-_MOST_BATCHES = 64
-_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def describe_module(model: nn.Module) -> dict[str, Any]:
@@ -143,90 +136,3 @@ def matmul_precision() -> str:
 def _cudnn() -> int | None:
     version: Any = torch.backends.cudnn.version  # untyped in torch
     return int(version() or 0) or None
-
-
-class InputLog:
-    """Remembers what went into the model: a digest a batch, and the token ids of the first."""
-
-    def __init__(self) -> None:
-        self.digests: list[str] = []
-        self.values: list[str] = []  # the same without the arguments' names, in no order
-        self.rounded: dict[str, list[str]] = {}  # the same with all floats in one narrower dtype
-        self.floats: set[str] = set()
-        self.input_ids: Any = None
-        self._last: tuple[int, int] | None = None
-
-    def see(
-        self, moment: tuple[int, int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """The model's first call in a step; later ones (generation) are its own doing."""
-        if moment == self._last or len(self.digests) >= _MOST_BATCHES:
-            return
-        self._last = moment
-        leaves = [
-            pair
-            for key, item in (*enumerate(args), *sorted(kwargs.items()))
-            for pair in flatten(item, f"[{key!r}]")
-        ]
-        try:
-            self.digests.append(self._digest(leaves))
-        except (RuntimeError, NotImplementedError, TypeError):  # inputs that cannot be read
-            self.digests.append("unknown")
-
-    def _digest(self, leaves: list[tuple[str, torch.Tensor | None]]) -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        values = []
-        for leaf, tensor in leaves:
-            if tensor is not None:
-                form, content = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}", _bytes(tensor)
-                digest.update(f"{leaf} {form}".encode())
-                digest.update(content)
-                value = hashlib.blake2b(form.encode(), digest_size=16)
-                value.update(content)
-                values.append(value.hexdigest())
-                self._keep_ids(leaf, tensor)
-        self.values.append(" ".join(sorted(values)))
-        tensors = [tensor for _, tensor in leaves if tensor is not None]
-        floats = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
-        self.floats |= {dtype_name(dtype) for dtype in floats}
-        for dtype in _ROUNDED if floats else ():
-            self.rounded.setdefault(dtype_name(dtype), []).append(_rounded(leaves, dtype))
-        return digest.hexdigest()
-
-    def _keep_ids(self, leaf: str, tensor: torch.Tensor) -> None:
-        wanted = leaf in ("['input_ids']", "[0]") and tensor.dtype in (torch.int64, torch.int32)
-        if self.input_ids is None and wanted and tensor.numel() <= _MOST_IDS and tensor.dim() <= 2:
-            self.input_ids = tensor.tolist()
-
-    def to_dict(self) -> dict[str, Any]:
-        whole = hashlib.blake2b("".join(self.digests).encode(), digest_size=16).hexdigest()
-        return {
-            "digest": whole if self.digests else None,
-            "batches": self.digests,
-            "values": hashlib.blake2b(repr(self.values).encode(), digest_size=16).hexdigest(),
-            "input_ids": self.input_ids,
-            "floats": sorted(self.floats),
-            "rounded": {
-                name: hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
-                for name, digests in self.rounded.items()
-            },
-        }
-
-
-def _rounded(leaves: list[tuple[str, torch.Tensor | None]], dtype: torch.dtype) -> str:
-    """A digest of inputs as a cast to this dtype leaves them: a mode in it is given just these."""
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf, tensor in leaves:
-        if tensor is not None:
-            cast = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor
-            digest.update(f"{leaf} {dtype_name(cast.dtype)} {tuple(cast.shape)}".encode())
-            digest.update(_bytes(cast))
-    return digest.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> Any:
-    """The values of an input; of one that is no plain memory (sparse, meta) the shape must do."""
-    if not is_plain(tensor) or tensor.numel() == 0:
-        return b""
-    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return plain.view(torch.uint8).numpy().data

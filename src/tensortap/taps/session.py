@@ -21,8 +21,9 @@ from ..recording.store import open_store
 from ..recording.writer import Writer, now
 from .base import Ports, Tap
 from .choose import choose_tap
-from .describe import InputLog, describe_environment, device_of, rank
+from .describe import describe_environment, device_of, rank
 from .eager import StopForward
+from .input_log import InputLog
 from .judging import Divergence, Judge
 from .programs.base import Options
 from .sink import Keep, Sink, Tally

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import OptionError
 from ...recording.reader import Recording
-from ...taps.describe import InputLog
+from ...taps.input_log import InputLog
 from ...targets import Target
 from .stage import Put, Stage
 from .trace import Trace
@@ -74,6 +74,7 @@ def check_kept(recording: Recording, modules: dict[str, nn.Module], kept: Sequen
 
 def check_inputs(recording: Recording, trace: Trace, log: InputLog) -> list[str]:
     """Refuse other inputs than the reference's; a warning where that cannot be told for sure."""
+    log.settle()
     inputs = recording.manifest.inputs
     ids = inputs.get("input_ids")
     if ids is not None and log.input_ids is not None and ids != log.input_ids:

@@ -13,7 +13,8 @@ from ...errors import OptionError
 from ...recording.reader import Recording
 from ...selection import select, structure
 from ...selection.sites import is_called, sites, type_name
-from ...taps.describe import InputLog, describe_module, device_of, matmul_precision
+from ...taps.describe import describe_module, device_of, matmul_precision
+from ...taps.input_log import InputLog
 from ...targets import Target
 from ..causes import Cause
 from ..checks import Run, opened
