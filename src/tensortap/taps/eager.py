@@ -31,6 +31,7 @@ from .listener import Listener
 from .plain import is_plain
 from .plan import calls_without_running
 from .programs.selfcheck import SelfCheck, check_linear
+from .shortcut import Quick, shortcut
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
@@ -280,7 +281,14 @@ class EagerTap:
                 raise StopForward(place.slot.name)
             self._stop_if_done(place)
 
-        return Listener(hook)
+        sink = self._sink
+        if sink is None or not (self._short_way and sink.has_shortcut):
+            return Listener(hook)
+        return Quick(hook, shortcut(place.slot, sink), self._goes_straight)
+
+    def _goes_straight(self) -> bool:
+        """Whether nothing is under way that a shortcut would miss."""
+        return self._sink is not None and self._unfinished is None and not self._compiled
 
     def _enter(
         self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from ..errors import TapError
 from ..numerics.histogram import Histogram
 from ..numerics.sampling import SKETCH, sample
 from ..numerics.summary import WIDTH
+from ..recording.device_table import DeviceTables, Ticket
 from ..recording.dtypes import dtype_name
 from ..recording.rows import fill_row
 from ..recording.schema import Port, Provenance, Site
@@ -83,6 +85,7 @@ class Held:
     device: torch.device
     number: int = -1
     row: np.ndarray[Any, Any] | None = None
+    ticket: Ticket | None = None  # for a row that a device computes
     histogram: Histogram | None = None
     sketch: np.ndarray[Any, Any] | None = None
     values: Values | None = None
@@ -118,7 +121,21 @@ class Sink:
 
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.limit)
+        self.next_order = self._order.__next__
         self._waiting: dict[_CallKey, tuple[Call, list[Held]]] = {}
+
+    @cached_property
+    def tables(self) -> DeviceTables:
+        """Where summaries of a device's tensors are computed: there."""
+        tables = DeviceTables(self.writer.put_rows)
+        self.writer.on_pending(tables.send)
+        return tables
+
+    @property
+    def has_shortcut(self) -> bool:
+        """Whether summaries of plain outputs are all that is wanted, and a GPU may have them."""
+        wanted = self.keep == "summary" and self.judge is None and not self.writer.histograms
+        return wanted and torch.cuda.is_initialized()
 
     @property
     def ended(self) -> bool:
@@ -168,11 +185,9 @@ class Sink:
         """The short way for the commonest case, a plain tensor whose summary is kept."""
         if self.keep != "summary" or self.judge is not None or not is_plain(tensor):
             return False
-        key = (slot.index, tensor.shape, tensor.dtype, tensor.device)
-        site = self._sites.get(key)
-        if site is None:
-            held = Held("output", "", tensor.shape, tensor.dtype, tensor.device)
-            site = self._sites[key] = self._site(slot, held)
+        if tensor.is_cuda and not self.writer.histograms:
+            return False
+        site = self.output_site(slot, tensor)
         with self._lock:
             call = slot.calls
             slot.calls += 1
@@ -182,6 +197,15 @@ class Sink:
         except _UNTAKEABLE as error:
             self.skip(slot, "output", "", _why(error))
         return True
+
+    def output_site(self, slot: Slot, tensor: torch.Tensor) -> int:
+        """The site of a layer whose output is this one plain tensor."""
+        key = (slot.index, tensor.shape, tensor.dtype, tensor.device)
+        site = self._sites.get(key)
+        if site is None:
+            held = Held("output", "", tensor.shape, tensor.dtype, tensor.device)
+            site = self._sites[key] = self._site(slot, held)
+        return site
 
     def emit(self, call: Call, held: Sequence[Held]) -> None:
         """Write the rows of what was taken, in the order in which calls finish.
@@ -226,7 +250,9 @@ class Sink:
                 number = self._kept(item) if item.port in kept else -1
             site = self._site(call.slot, item)
             moment = (next(self._order), call.epoch, call.batch, call.call)
-            if number < 0 and item.row is not None:
+            if item.ticket is not None:
+                item.ticket.table.line(item.ticket, (site, moment))
+            elif number < 0 and item.row is not None:
                 self.writer.summary_line(site, moment, item.row, item.histogram, item.sketch)
             else:
                 self.writer.line(site, moment, number)
@@ -269,6 +295,10 @@ class Sink:
         held = Held(port, leaf, tensor.shape, tensor.dtype, device)
         if self.judge is None and self.keep == "tensors":
             held.number = self.writer.take(tensor)
+            return held
+        summed_there = self.keep == "summary" and not self.writer.histograms
+        if tensor.is_cuda and self.judge is None and summed_there:
+            held.ticket = self.tables.of(tensor.device).take(tensor)
             return held
         held.row = np.empty(WIDTH)
         held.histogram = fill_row(held.row, tensor, self.writer.histograms)
