@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,13 +19,19 @@ from .arena import Buffer
 from .rows import Sparse
 from .segment import ALIGNMENT
 
-__all__ = ["SUMMARY_ROWS", "Entry", "Flush", "Line", "Moment", "Parcel"]
+__all__ = ["SUMMARY_ROWS", "Broken", "Entry", "Flush", "Line", "Moment", "Parcel", "Ready"]
 
 SUMMARY_ROWS = 1024
 _ROW_BYTES = WIDTH * 8
 
 Moment = tuple[int, int, int, int]
 """(order, epoch, batch, call)"""
+
+
+class Ready(Protocol):
+    """What says that memory is complete: a `torch.cuda.Event`, or anything else to wait for."""
+
+    def synchronize(self) -> None: ...
 
 
 class Entry(NamedTuple):
@@ -55,7 +61,11 @@ class Line(NamedTuple):
 
 @dataclass(eq=False)
 class Parcel:
-    """Tensors and rows on their way to a segment."""
+    """Tensors and rows on their way to a segment.
+
+    With `ready`, buffer and table are complete only once it has been waited for, which is for the
+    writer's thread to do. With `present_only`, lines whose summary counts nothing are left out.
+    """
 
     buffer: Buffer | None = None
     used: int = 0
@@ -68,6 +78,8 @@ class Parcel:
     sketches: dict[int, np.ndarray[Any, Any]] = field(default_factory=dict)
     direct: torch.Tensor | None = None
     done: threading.Event | None = None
+    ready: Ready | None = None
+    present_only: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.lines)
@@ -103,3 +115,11 @@ class Flush:
 
     done: threading.Event
     sync: bool = False
+
+
+@dataclass(eq=False)
+class Broken:
+    """Something taken could not be handed over: the writer must end and say why."""
+
+    error: Exception
+    done: threading.Event | None = None

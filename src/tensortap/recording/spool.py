@@ -6,6 +6,7 @@ what was sealed stays readable, whoever waits is released, and the reason is kep
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,7 +21,7 @@ from ..numerics.summary import WIDTH, Summary
 from .arena import Arena
 from .dtypes import storage_of
 from .output import PAGE, SegmentOutput
-from .parcel import Entry, Flush, Line, Parcel
+from .parcel import Broken, Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
 from .rows import Sparse, fill_row, sparse
 from .schema import Site
@@ -64,7 +65,7 @@ class Spool:
         self._seal_after = seal_after
         self._histograms = histograms
         self._pending = pending
-        self._queue: queue.SimpleQueue[Parcel | Flush | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Parcel | Flush | Broken | None] = queue.SimpleQueue()
         self._output: SegmentOutput | None = None
         self._deadline = 0.0
         self._summaries: OrderedDict[int, tuple[np.ndarray[Any, Any], Sparse | None]]
@@ -72,7 +73,7 @@ class Spool:
         self._thread = threading.Thread(target=self._run, name="tensortap-writer", daemon=True)
         self._thread.start()
 
-    def put(self, item: Parcel | Flush | None) -> None:
+    def put(self, item: Parcel | Flush | Broken | None) -> None:
         self._queue.put(item)
 
     def close(self) -> None:
@@ -101,9 +102,12 @@ class Spool:
         else:
             if item is None:
                 self._take_pending()
+                self._take_rest()
                 return False
             if isinstance(item, Parcel):
                 self._take(item)
+            elif isinstance(item, Broken):
+                raise item.error
             else:
                 self._take_pending()
                 self._seal()
@@ -125,8 +129,22 @@ class Spool:
         if parcel is not None:
             self._take(parcel)
 
+    def _take_rest(self) -> None:
+        """What was handed over while we were told to end."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if isinstance(item, Parcel):
+                    self._take(item)
+                elif isinstance(item, Broken):
+                    raise item.error
+                elif item is not None:
+                    item.done.set()
+
     def _take(self, parcel: Parcel) -> None:
         try:
+            if parcel.ready is not None:
+                parcel.ready.synchronize()
             if parcel.direct is not None:
                 self._store_direct(parcel.entries[0], parcel.direct)
             elif parcel.entries:
@@ -136,6 +154,8 @@ class Spool:
                 self._arena.give(parcel.buffer)
             if parcel.done is not None:
                 parcel.done.set()
+        if parcel.ready is not None and parcel.table is not None:
+            parcel.table = parcel.table.copy()  # whose memory it was may want it back
         for line in parcel.lines:
             self._add_line(line, parcel)
 
@@ -215,14 +235,16 @@ class Spool:
             self._summaries.popitem(last=False)
 
     def _add_line(self, line: Line, parcel: Parcel) -> None:
-        builder = self._segment().builder
         row: np.ndarray[Any, Any] | None = None
         histogram: Sparse | None = None
         if line.number < 0:
             assert parcel.table is not None
             row, histogram = parcel.table[line.summary], parcel.histograms.get(line.summary)
+            if parcel.present_only and not row[0]:
+                return
         elif line.number in self._summaries:
             row, histogram = self._summaries[line.number]
+        builder = self._segment().builder
         index = -1  # a summary that is forgotten by now is computed by the reader
         if row is not None:
             index = len(builder.summaries)

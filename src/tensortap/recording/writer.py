@@ -17,6 +17,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RecordingError, RecordingExistsError
+from ..errors import OptionError, RecordingError, RecordingExistsError
 from ..numerics import memory, native
 from ..numerics.backend import pick
 from ..numerics.histogram import Histogram
@@ -32,7 +33,7 @@ from ..numerics.summary import WIDTH
 from .arena import Arena
 from .dtypes import dtype_name, from_bytes
 from .merge import merge_small
-from .parcel import Entry, Flush, Line, Moment, Parcel
+from .parcel import Broken, Entry, Flush, Line, Moment, Parcel, Ready
 from .pieces import address_of
 from .rows import fill_row, sparse
 from .schema import COMPARISON, LIVE, MANIFEST, Manifest, Row, Site, Status
@@ -104,6 +105,7 @@ class Writer:
         self._lock = threading.Lock()
         self._parcel = Parcel()
         self._chunk = min(_CHUNK, self._arena.limit // 4)
+        self._holders: list[Callable[[], None]] = []
         self._closed = False
         self._owner = os.getpid()
         backend = pick(torch.empty(0))
@@ -272,6 +274,51 @@ class Writer:
                 self._parcel.sketches[index] = sketch
             self._add_summary(site, moment, index)
 
+    def put_rows(
+        self,
+        lines: Sequence[tuple[int, Moment]],
+        table: torch.Tensor,
+        ready: Ready | None = None,
+        *,
+        present_only: bool = False,
+    ) -> None:
+        """Keep summary rows that are on their way from a device; nobody waits for them here.
+
+        `table` is a CPU tensor of (len(lines), WIDTH) float64 that is complete once `ready` has
+        been waited for: the writer's thread does that, and from then on needs the table no more.
+        Without `ready` it is complete now. With `present_only`, rows whose count is 0 are dropped.
+        """
+        rows = table.detach().numpy()
+        if rows.shape[0] < len(lines) or rows.shape[1:] != (WIDTH,) or rows.dtype != np.float64:
+            raise OptionError(
+                f"{len(lines)} summary rows are ({len(lines)}, {WIDTH}) float64 numbers, but got "
+                f"{table.dtype} of shape {tuple(table.shape)}. Make them with empty_rows()."
+            )
+        if not lines or not self._takes():
+            return
+        if ready is None:
+            rows = rows.copy()
+        numbered = [Line(site, moment, -1, i) for i, (site, moment) in enumerate(lines)]
+        parcel = Parcel(lines=numbered, table=rows, ready=ready, present_only=present_only)
+        with self._lock:
+            self._hand_over()
+            self._spool.put(parcel)
+
+    def on_pending(self, callback: Callable[[], None]) -> None:
+        """Let `callback` hand over what it holds, whenever nothing came for a while.
+
+        It is called by the writer's thread when that is idle, and by whoever calls `flush` or
+        `close`, never under a lock of the writer's: so it may call everything that keeps records.
+        """
+        self._holders.append(callback)
+
+    def _call_holders(self) -> None:
+        try:
+            for callback in list(self._holders):
+                callback()
+        except Exception as error:  # what it held is lost: say so, but not to the model
+            self._spool.put(Broken(error))
+
     def _add_summary(self, site: int, moment: Moment, index: int) -> None:
         parcel = self._parcel
         parcel.lines.append(Line(site, moment, -1, index))
@@ -288,6 +335,8 @@ class Writer:
             self._arena.give(parcel.buffer)
 
     def _swap(self) -> Parcel | None:
+        """What waits here, for the writer's thread that has nothing else to do."""
+        self._call_holders()
         with self._lock:
             parcel, self._parcel = self._parcel, Parcel()
         if not parcel and parcel.buffer is not None:
@@ -303,6 +352,7 @@ class Writer:
 
     def flush(self, *, sync: bool = False) -> None:
         """Return when everything taken so far stands in sealed segments."""
+        self._call_holders()
         done = threading.Event()
         self._spool.put(Flush(done, sync))
         while self._spool.alive and not done.wait(0.2):
@@ -312,6 +362,7 @@ class Writer:
         """Write what is left, merge small segments, and say in the manifest how it ended."""
         if self._closed:
             return
+        self._call_holders()
         self._closed = True
         atexit.unregister(self._at_exit)
         self._spool.close()
@@ -341,5 +392,6 @@ class Writer:
         """The interpreter ends with the recording open: keep what was taken."""
         if os.getpid() != self._owner:
             return
+        self._call_holders()
         self._closed = True
         self._spool.close()
