@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..taps import compiled
 from ..taps.fused import find_fused, listen_globally, why_silent
+from ..taps.hearing import Ear, HooksGuarded, recomputing
 from ..taps.leaves import flatten
 from ..taps.listener import Listener
 from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import Chosen
-from .hearing import Ear, HooksGuarded, recomputing
 from .moments import Moments
 from .outputs import Form, compact, pick, snapshot, take_apart, tensors_of
 

@@ -25,11 +25,11 @@ from ..selection.sites import Site as Layer
 from ..selection.sites import unwrap
 from ..taps.compiled import contains_compiled
 from ..taps.fused import find_fused, listen_globally
+from ..taps.hearing import Ear, HooksGuarded, recomputing
 from ..taps.leaves import flatten
 from ..taps.listener import Listener
 from ..taps.plain import is_plain, plain_parts
 from ..taps.unseen import unseen
-from .hearing import Ear, HooksGuarded, recomputing
 
 __all__ = ["Gate", "Places"]
 

@@ -29,10 +29,10 @@ from ..recording.writer import Writer
 from ..selection import Selection, select
 from ..taps import compiled
 from ..taps.describe import rank
+from ..taps.hearing import graphs_exist
 from ..taps.session import TapWarning
 from .board import Board
 from .clock import Clock
-from .hearing import graphs_exist
 from .journal import Journal
 from .manifest import manifest_of
 from .parameters import Parameters
