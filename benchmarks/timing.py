@@ -51,20 +51,24 @@ def interleave(
     rest: float = 0.0,
     repeat: Mapping[str, int] | int = 1,
     seed: int = 0,
+    after: Mapping[str, Callable[[], object]] | None = None,
 ) -> Timings:
     """Time every variant once a round in shuffled order.
 
     `repeat` is how often a variant is called within one timing, in all or by name: use it where one
     call is too short for the clock. `rest` seconds pass before each timing, so that one variant's
-    heat, writes or spinning threads do not fall on the next.
+    heat, writes or spinning threads do not fall on the next; `after` is called behind a variant's
+    timing and not timed, to wait for what it left to other threads.
     """
     shuffler = random.Random(seed)
     names = list(variants)
+    settle = after or {}
     times = {name: repeat if isinstance(repeat, int) else repeat.get(name, 1) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         for _ in range(warmup):
             variants[name]()
+            settle.get(name, _nothing)()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,7 +82,11 @@ def interleave(
                 for _ in range(count):
                     call()
                 seconds[name].append((time.perf_counter() - start) / count)
+                settle.get(name, _nothing)()
     finally:
         if enabled:
             gc.enable()
     return Timings({name: tuple(values) for name, values in seconds.items()})
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,193 @@
+"""The kernels alone: summaries and differences of 2 GB, against a plain read and the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import gpu_naive as naive
+import tensortap as tap
+from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure
+from tensortap.numerics import device as on_device
+
+__all__ = ["differences", "kernels"]
+
+BYTES = 1 << 31
+BURST = 20  # calls a timing: what waits for the device is then once in twenty
+SUMMARY_AIM, DIFFERENCE_AIM = 3.6, 3.4
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "int8")
+
+
+def values(setting: Setting, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Normal values, 2 GB of them; integers over their whole range."""
+    count = (1 << 14 if setting.tiny else BYTES) // dtype.itemsize
+    dice = torch.Generator(device=setting.device).manual_seed(seed)
+    if not dtype.is_floating_point:
+        size, info = (count,), torch.iinfo(dtype)
+        return torch.randint(
+            info.min, info.max, size, dtype=dtype, device=setting.device, generator=dice
+        )
+    made = torch.empty(count, dtype=dtype, device=setting.device)
+    for part in made.split(1 << 28):  # a narrow type is made from float32, a part at a time
+        part.copy_(torch.randn(part.shape, device=setting.device, generator=dice))
+    return made
+
+
+class Burst:
+    """A call so many times over, until the device is done; a timing is divided by `times`."""
+
+    def __init__(self, setting: Setting, call: Callable[[], object], times: int) -> None:
+        self.setting, self.call, self.times = setting, call, times
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.call()
+        self.setting.wait()
+
+
+def _speeds(
+    setting: Setting,
+    calls: Mapping[str, Callable[[], object]],
+    slow: Mapping[str, Callable[[], object]],
+    nbytes: int,
+    aims: Mapping[str, float],
+) -> dict[str, Cell]:
+    """TB/s by name; slow ones have few rounds of one call."""
+    quick = {name: Burst(setting, call, BURST) for name, call in calls.items()}
+    found = measure(quick, seconds=0.1 if setting.tiny else 0.6, most=15, least=5)
+    once = {name: Burst(setting, call, 1) for name, call in slow.items()}
+    others = measure(once, seconds=0.1 if setting.tiny else 0.3, most=3, least=1, warm=1)
+
+    def cell(of: Measured, name: str, times: int) -> Cell:
+        aim = setting.aim(aims[name]) if name in aims else None
+        return of.speed(name, times * nbytes, "TB/s", aim)
+
+    return {name: cell(found, name, BURST) for name in calls} | {
+        name: cell(others, name, 1) for name in slow
+    }
+
+
+def kernels(setting: Setting) -> list[Table]:
+    columns: list[str] = []
+    cells: list[dict[str, Cell]] = []
+    row = on_device.empty_rows(1, setting.device)[0]
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        x = values(setting, dtype)
+        for title in (name, "bfloat16 after ReLU") if name == "bfloat16" else (name,):
+            if title != name:
+                x = torch.relu(x)
+            columns.append(title)
+            cells.append(_summary_speeds(setting, x, row))
+        del x
+    names = {
+        "read": "plain read: torch's sum of the same bytes as float32",
+        "naive": "six statistics in torch, one by one",
+        "ours": "**summary kernel (fill_on)**",
+    }
+    table = Table(
+        "The summary of 2 GB, TB/s",
+        tuple(columns),
+        tuple(
+            Row(title, tuple(found[key] for found in cells), key == "ours")
+            for key, title in names.items()
+        ),
+        ("The aim is set for 2 GB in bf16; the other columns are held against the same.",),
+    )
+    return [table, _launches(setting)]
+
+
+def _summary_speeds(setting: Setting, x: torch.Tensor, row: torch.Tensor) -> dict[str, Cell]:
+    same = x.view(torch.float32)
+    wide = x if x.dtype.is_floating_point and x.element_size() > 1 else None
+
+    def six() -> None:
+        naive.six(x.to(torch.bfloat16) if wide is None else wide)
+
+    calls: dict[str, Callable[[], object]] = {
+        "read": same.sum,
+        "ours": lambda: on_device.fill_on(x, row),
+    }
+    nbytes = x.numel() * x.element_size()
+    return _speeds(setting, calls, {"naive": six}, nbytes, {"ours": SUMMARY_AIM})
+
+
+def _launches(setting: Setting) -> Table:
+    """Microseconds of the host a call, the device left behind."""
+    x = torch.randn(128, 48 if setting.tiny else 3072, device=setting.device).to(torch.bfloat16)
+    row = on_device.empty_rows(1, setting.device)[0]
+    into = torch.empty_like(x)
+    lost: dict[str, str] = {}
+    calls: dict[str, Callable[[], object]] = {
+        "x.sum(), a torch operation that makes a tensor": x.sum,
+        "copy_ into a tensor that is there": lambda: into.copy_(x),
+        "**fill_on**": lambda: on_device.fill_on(x, row),
+    }
+    bound = attempt(lambda: _lean(setting, x), lost, "**lean: the launch in a hook**")
+    if bound is not None:
+        start, end = x.data_ptr(), row.data_ptr()
+        calls["**lean: the launch in a hook**"] = lambda: bound(start, end)
+    rows = []
+    for name, call in calls.items():
+        rows.append(Row(name, (_host_time(setting, call),), name.startswith("**")))
+    rows += [Row(name, (Cell(missing=text),), True) for name, text in lost.items()]
+    return Table("Host time of one launch, 128 x 3072 values in bf16", ("µs",), tuple(rows))
+
+
+def _lean(setting: Setting, x: torch.Tensor) -> Callable[[int, int], None]:
+    if not setting.cuda:
+        raise RuntimeError("it needs a CUDA device")
+    launch: Any = on_device.lean(x, torch.cuda.current_stream().cuda_stream)
+    if launch is None:
+        raise RuntimeError("Triton cannot launch it here")
+    return launch
+
+
+def _host_time(setting: Setting, call: Callable[[], object]) -> Cell:
+    times = 20 if setting.tiny else 300
+
+    def burst() -> None:
+        for _ in range(times):
+            call()
+
+    found = measure({"host": burst}, seconds=0.2, most=15, after={"host": setting.wait})
+    if found.timings is None or "host" in found.lost:
+        return Cell(missing=found.lost.get("host", "it was not run"))
+    return Cell(found.timings.median("host") / times * 1e6, unit="µs")
+
+
+def differences(setting: Setting) -> list[Table]:
+    columns = ("bfloat16", "float32")
+    cells = []
+    for name in columns:
+        dtype = getattr(torch, name)
+        r = values(setting, dtype)
+        c = r + (values(setting, dtype, seed=1) * 0.01).to(dtype)
+        left, right = r.view(torch.float32), c.view(torch.float32)
+
+        def read(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            left.sum(), right.sum()
+
+        calls: dict[str, Callable[[], object]] = {
+            "read": read,
+            "sums": lambda r=r, c=c: tap.difference(r, c, percentiles=False),
+            "all": lambda r=r, c=c: tap.difference(r, c),
+        }
+        slow = {"naive": lambda r=r, c=c: naive.formulas(r, c)}
+        nbytes = 2 * r.numel() * r.element_size()
+        cells.append(_speeds(setting, calls, slow, nbytes, {"sums": DIFFERENCE_AIM}))
+        del r, c, left, right, read, calls, slow
+    names = {
+        "read": "plain read: torch's sum of both",
+        "naive": "the metrics' formulas in torch, one by one, without percentiles",
+        "sums": "**tap.difference, all but percentiles**",
+        "all": "**tap.difference, everything**",
+    }
+    rows = tuple(
+        Row(title, tuple(found[key] for found in cells), key in ("sums", "all"))
+        for key, title in names.items()
+    )
+    note = "The whole call is timed, with its numbers back on the host."
+    return [Table("The difference of two tensors of 2 GB, TB/s of both", columns, rows, (note,))]
