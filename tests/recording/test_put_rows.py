@@ -92,6 +92,25 @@ def test_the_table_may_be_used_again_once_it_was_taken(tmp_path, waits):
     assert record.summary.mean == 1.0 and record.summary.count == 3
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_sketches_come_with_their_rows(tmp_path, waits):
+    writer = open_writer(tmp_path / "r", seal_after=60.0)
+    table, sketch = rows_of(torch.ones(3), torch.zeros(3)), torch.zeros(3, dtype=torch.float64)
+    later = Later(sketch, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)) if waits else None
+    if not waits:
+        sketch.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    lines = [(site(writer, f"l{i}"), (i, 0, 0, 0)) for i in range(2)]
+    writer.put_rows(lines, table, later, sketches={1: sketch})
+    while later is not None and not later.waited:
+        time.sleep(0.01)
+    time.sleep(0.1 if waits else 0.0)
+    sketch.fill_(9.0)
+    writer.close()
+    first, second = tap.open(tmp_path / "r").records
+    assert first.sketch is None
+    assert second.sketch.tolist() == [1.0, 2.0, 3.0]
+
+
 @pytest.mark.parametrize("present_only", [True, False])
 def test_rows_that_count_nothing_are_dropped_when_asked(tmp_path, present_only):
     writer = open_writer(tmp_path / "r")

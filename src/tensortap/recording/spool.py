@@ -156,6 +156,7 @@ class Spool:
                 parcel.done.set()
         if parcel.ready is not None and parcel.table is not None:
             parcel.table = parcel.table.copy()  # whose memory it was may want it back
+            parcel.sketches = {at: values.copy() for at, values in parcel.sketches.items()}
         for line in parcel.lines:
             self._add_line(line, parcel)
 

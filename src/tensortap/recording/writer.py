@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
@@ -281,12 +281,14 @@ class Writer:
         ready: Ready | None = None,
         *,
         present_only: bool = False,
+        sketches: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
         """Keep summary rows that are on their way from a device; nobody waits for them here.
 
         `table` is a CPU tensor of (len(lines), WIDTH) float64 that is complete once `ready` has
         been waited for: the writer's thread does that, and from then on needs the table no more.
         Without `ready` it is complete now. With `present_only`, rows whose count is 0 are dropped.
+        `sketches` are a few values of the tensors behind some of the rows, complete with them.
         """
         rows = table.detach().numpy()
         if rows.shape[0] < len(lines) or rows.shape[1:] != (WIDTH,) or rows.dtype != np.float64:
@@ -300,6 +302,9 @@ class Writer:
             rows = rows.copy()
         numbered = [Line(site, moment, -1, i) for i, (site, moment) in enumerate(lines)]
         parcel = Parcel(lines=numbered, table=rows, ready=ready, present_only=present_only)
+        for index, values in (sketches or {}).items():
+            sketch = values.detach().numpy()
+            parcel.sketches[index] = sketch.copy() if ready is None else sketch
         with self._lock:
             self._hand_over()
             self._spool.put(parcel)
