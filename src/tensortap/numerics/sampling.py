@@ -13,40 +13,59 @@ import torch
 
 from tensortap.numerics.layout import plain
 
-__all__ = ["COUNT", "SKETCH", "flat_positions", "positions", "sample"]
+__all__ = ["COUNT", "SKETCH", "flat_positions", "positions", "sample", "sample_on"]
 
 COUNT = 2048
 SKETCH = 1024
 """How many values a recording with `keep="sketch"` has of each tensor."""
 
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample(tensor: torch.Tensor, count: int = COUNT) -> _Values:
     """The values at pseudo-random positions, all of them when there are few, as float64."""
+    picked = _picked(tensor, count)
+    if picked.dtype in _UNSIGNED:
+        return picked.cpu().numpy().astype(np.float64)
+    return picked.to(torch.float64).cpu().numpy()
+
+
+def sample_on(tensor: torch.Tensor, count: int = COUNT) -> torch.Tensor | None:
+    """The same, left on the tensor's device without waiting for it; None for a dtype that only the
+    CPU can convert."""
+    if tensor.dtype in _UNSIGNED:
+        return None
+    return _picked(tensor, count).to(torch.float64)
+
+
+def _picked(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The chosen values, flat, in the tensor's dtype; of complex ones, the parts by turns."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         tensor = plain(tensor)
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:
-        return np.empty(0)
-    if not shape:
-        return _floats(tensor.reshape(1))
-    index = tuple(torch.from_numpy(axis) for axis in positions(shape, count))
+        return tensor.new_empty(0, dtype=torch.float64)
     word = _WORDS.get(tensor.dtype.itemsize)
-    if word is None or tensor.is_complex() or tensor.is_conj() or tensor.is_neg():
-        return _floats(tensor[index])
-    # As plain words: not every dtype can be indexed on a CPU.
-    return _floats(tensor.view(word)[index].view(tensor.dtype))
+    if not shape:
+        picked = tensor.reshape(1)
+    elif word is None or tensor.is_complex() or tensor.is_conj() or tensor.is_neg():
+        picked = tensor[_index(shape, count, tensor.device)]
+    else:  # as plain words: not every dtype can be indexed on a CPU
+        picked = tensor.view(word)[_index(shape, count, tensor.device)].view(tensor.dtype)
+    return torch.view_as_real(plain(picked)).reshape(-1) if picked.is_complex() else picked
 
 
-def _floats(values: torch.Tensor) -> _Values:
-    if values.is_complex():
-        values = torch.view_as_real(plain(values)).reshape(-1)
-    if values.dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return values.cpu().numpy().astype(np.float64)
-    return values.to(torch.float64).cpu().numpy()
+@functools.lru_cache(maxsize=512)
+def _index(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """`positions` as tensors on a device, which are copied there once."""
+    with torch.inference_mode(False):
+        axes = (torch.from_numpy(axis) for axis in positions(shape, count))
+        if device.type != "cuda":
+            return tuple(axis.to(device) for axis in axes)
+        return tuple(axis.pin_memory().to(device, non_blocking=True) for axis in axes)
 
 
 @functools.lru_cache(maxsize=512)

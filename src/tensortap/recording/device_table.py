@@ -9,9 +9,9 @@ for the writer's thread to wait for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,13 +19,31 @@ from ..numerics import device as on_device
 from ..numerics.summary import WIDTH
 from .parcel import Moment
 
-__all__ = ["ROWS", "ROW_BYTES", "DeviceTable", "DeviceTables", "Ticket"]
+__all__ = ["ROWS", "ROW_BYTES", "DeviceTable", "DeviceTables", "Ticket", "cuda_in_use"]
 
 ROWS = 1024
 ROW_BYTES = WIDTH * 8
 
 Line = tuple[int, Moment]
-PutRows = Callable[[Sequence[Line], torch.Tensor, Any], None]
+
+
+def cuda_in_use() -> bool:
+    """Whether a tensor on a CUDA device can exist in this process; quick to ask."""
+    cuda: Any = torch.cuda  # untyped in torch
+    return bool(cuda.is_initialized())
+
+
+class PutRows(Protocol):
+    """`Writer.put_rows`."""
+
+    def __call__(
+        self,
+        lines: Sequence[Line],
+        table: torch.Tensor,
+        ready: Any = None,
+        *,
+        sketches: Mapping[int, torch.Tensor] | None = None,
+    ) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +52,7 @@ class Ticket:
 
     table: DeviceTable
     index: int
+    sketch: torch.Tensor | None = None  # a few of its values, on the device until they are sent
     host: torch.Tensor | None = None
     ready: Any = None
 
@@ -52,13 +71,14 @@ class DeviceTable:
         self._views = self.rows.unbind(0)
         self._put_rows = put_rows
         self._open: list[Ticket] = []
+        self._sketches: dict[int, torch.Tensor] = {}  # by row
 
-    def take(self, tensor: torch.Tensor) -> Ticket:
+    def take(self, tensor: torch.Tensor, sketch: torch.Tensor | None = None) -> Ticket:
         """Sum a tensor up as it is now; the line comes later."""
         with self.lock:
             if self.used == ROWS:
                 self.send()
-            ticket = Ticket(self, self.used)
+            ticket = Ticket(self, self.used, sketch)
             on_device.fill_on(tensor, self._views[self.used])
             self.used += 1
             self._open.append(ticket)
@@ -70,30 +90,48 @@ class DeviceTable:
             if ticket.host is None:
                 self.lines.append((ticket.index, line))
                 self._open.remove(ticket)
+                if ticket.sketch is not None:
+                    self._sketches[ticket.index] = ticket.sketch
             else:
-                self._put_rows([line], ticket.host[ticket.index : ticket.index + 1], ticket.ready)
+                row = ticket.host[ticket.index : ticket.index + 1]
+                sketches = {} if ticket.sketch is None else {0: ticket.sketch}
+                self._put_rows([line], row, ticket.ready, sketches=sketches)
 
     def send(self) -> None:
         """Let the rows come over; the caller holds the lock. The next ones begin at 0 again."""
         if not self.used:
             return
         lines, self.lines, used, self.used = self.lines, [], self.used, 0
-        host, ready = self._copy(used)
+        late = [ticket.sketch for ticket in self._open if ticket.sketch is not None]
+        host, sketches, ready = self._copy(used, [*self._sketches.values(), *late])
+        known = dict(zip(self._sketches, sketches, strict=False))
+        coming = iter(sketches[len(known) :])
         for ticket in self._open:
             ticket.host, ticket.ready = host, ready
-        self._open = []
+            ticket.sketch = None if ticket.sketch is None else next(coming)
+        self._open, self._sketches = [], {}
         for first, group in _runs(sorted(lines)):
-            self._put_rows(group, host[first : first + len(group)], ready)
+            last = first + len(group)
+            here = {at - first: known[at] for at in range(first, last) if at in known}
+            self._put_rows(group, host[first:last], ready, sketches=here)
 
-    def _copy(self, used: int) -> tuple[torch.Tensor, Any]:
+    def _copy(
+        self, used: int, sketches: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+        """Rows and sketches on the host, or on their way there, and what to wait for."""
         if self.stream is None:
-            return self.rows[:used].cpu(), None
+            return self.rows[:used].to("cpu", copy=True), [s.cpu() for s in sketches], None
         with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.no_grad():
-            host = torch.empty(used, WIDTH, dtype=torch.float64, pin_memory=True)
-            host.copy_(self.rows[:used], non_blocking=True)
-            ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            host = [_pinned(values) for values in (self.rows[:used], *sketches)]
+            make: Any = torch.cuda.Event  # untyped in torch
+            ready = make()
             ready.record(self.stream)
-        return host, ready
+        return host[0], host[1:], ready
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def _runs(lines: Iterable[tuple[int, Line]]) -> list[tuple[int, list[Line]]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..recording.device_table import cuda_in_use
 from ..recording.dtypes import dtype_name
 from .leaves import flatten
 from .plain import is_plain
@@ -168,4 +169,4 @@ def _fetched(leaves: _Leaves, *, waits: bool) -> _Batch:
 
 def _capturing() -> bool:
     """Whether a CUDA graph is captured, into which no copy of ours belongs."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return cuda_in_use() and torch.cuda.is_current_stream_capturing()

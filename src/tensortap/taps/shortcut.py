@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ..numerics import device as on_device
-from ..recording.device_table import ROW_BYTES, ROWS, DeviceTable
+from ..recording.device_table import ROW_BYTES, ROWS, DeviceTable, cuda_in_use
 from .listener import Listener
 from .sink import Sink, Slot
 
 __all__ = ["Quick", "shortcut"]
 
-_Known = tuple[int, DeviceTable, Callable[[int, int], None]]
+_Known = tuple[int, DeviceTable, Callable[[int, int], object]]
 
 
 def shortcut(slot: Slot, sink: Sink) -> Callable[[torch.Tensor], bool]:
@@ -116,7 +116,7 @@ class Quick(Listener):
 
 def _questions() -> tuple[Callable[[int], int], Callable[[], bool], Callable[[], int]]:
     """A device's current stream; whether it is being captured; the current device."""
-    if not torch.cuda.is_initialized():
+    if not cuda_in_use():
         return (lambda device: 0), (lambda: False), (lambda: -1)
     found = torch._C
     return (

@@ -20,9 +20,9 @@ import torch
 
 from ..errors import TapError
 from ..numerics.histogram import Histogram
-from ..numerics.sampling import SKETCH, sample
+from ..numerics.sampling import SKETCH, sample, sample_on
 from ..numerics.summary import WIDTH
-from ..recording.device_table import DeviceTables, Ticket
+from ..recording.device_table import DeviceTables, Ticket, cuda_in_use
 from ..recording.dtypes import dtype_name
 from ..recording.rows import fill_row
 from ..recording.schema import Port, Provenance, Site
@@ -135,7 +135,7 @@ class Sink:
     def has_shortcut(self) -> bool:
         """Whether summaries of plain outputs are all that is wanted, and a GPU may have them."""
         wanted = self.keep == "summary" and self.judge is None and not self.writer.histograms
-        return wanted and torch.cuda.is_initialized()
+        return wanted and cuda_in_use()
 
     @property
     def ended(self) -> bool:
@@ -296,10 +296,11 @@ class Sink:
         if self.judge is None and self.keep == "tensors":
             held.number = self.writer.take(tensor)
             return held
-        summed_there = self.keep == "summary" and not self.writer.histograms
-        if tensor.is_cuda and self.judge is None and summed_there:
-            held.ticket = self.tables.of(tensor.device).take(tensor)
-            return held
+        if tensor.is_cuda and self.judge is None and not self.writer.histograms:
+            sketch = sample_on(tensor, SKETCH) if self.keep == "sketch" else None
+            if self.keep == "summary" or sketch is not None:
+                held.ticket = self.tables.of(tensor.device).take(tensor, sketch)
+                return held
         held.row = np.empty(WIDTH)
         held.histogram = fill_row(held.row, tensor, self.writer.histograms)
         if self.keep == "sketch":

@@ -1,0 +1,125 @@
+"""Rows of a device on their way to the writer: here the device is the CPU, which has no streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensortap.numerics import summarize
+from tensortap.numerics.sampling import sample, sample_on
+from tensortap.numerics.summary import Summary
+from tensortap.recording import device_table
+from tensortap.recording.device_table import DeviceTable, DeviceTables
+
+CPU = torch.device("cpu")
+
+
+class Heard:
+    """What a writer would have got, by line."""
+
+    def __init__(self) -> None:
+        self.rows: dict[Any, list[float]] = {}
+        self.sketches: dict[Any, list[float]] = {}
+        self.calls = 0
+
+    def put(self, lines: Any, table: Any, ready: Any = None, *, sketches: Any = None) -> None:
+        assert ready is None
+        assert len(lines) == len(table)
+        self.calls += 1
+        for number, line in enumerate(lines):
+            assert line not in self.rows
+            self.rows[line] = table[number].tolist()
+            if number in (sketches or {}):
+                self.sketches[line] = sketches[number].tolist()
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard()
+
+
+def line(number: int) -> Any:
+    return (number, (number, 0, 0, 0))
+
+
+def test_rows_come_over_by_the_table(heard: Heard) -> None:
+    table = DeviceTable(CPU, heard.put)
+    tensors = [torch.randn(7) + i for i in range(5)]
+    for i, tensor in enumerate(tensors):
+        table.line(table.take(tensor), line(i))
+        tensor.fill_(99.0)  # what is written later does not count
+    assert heard.rows == {}
+    with table.lock:
+        table.send()
+    assert heard.calls == 1
+    assert [Summary.from_row(heard.rows[line(i)]).count for i in range(5)] == [7] * 5
+    assert all(Summary.from_row(row).max < 99 for row in heard.rows.values())
+
+
+def test_a_full_table_is_sent_and_begins_again(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_table, "ROWS", 4)
+    table = DeviceTable(CPU, heard.put)
+    for i in range(10):
+        table.line(table.take(torch.full((3,), float(i))), line(i))
+    with table.lock:
+        table.send()
+    assert heard.calls == 3
+    assert [Summary.from_row(heard.rows[line(i)]).mean for i in range(10)] == [
+        *map(float, range(10))
+    ]
+
+
+def test_a_line_may_come_after_its_row_was_sent(heard: Heard) -> None:
+    table = DeviceTable(CPU, heard.put)
+    outer = table.take(torch.full((2,), 1.0))  # the input of a layer that runs on
+    inner = table.take(torch.full((2,), 2.0))
+    table.line(inner, line(2))
+    with table.lock:
+        table.send()
+    assert list(heard.rows) == [line(2)]
+    other = table.take(torch.full((2,), 3.0))  # in the row where the first one was
+    table.line(outer, line(1))
+    table.line(other, line(3))
+    with table.lock:
+        table.send()
+    assert {n: Summary.from_row(heard.rows[line(n)]).mean for n in (1, 2, 3)} == {1: 1, 2: 2, 3: 3}
+
+
+def test_sketches_come_with_their_rows(heard: Heard) -> None:
+    table = DeviceTable(CPU, heard.put)
+    tensors = [torch.randn(5000) for _ in range(4)]
+    tickets = [table.take(tensor, sample_on(tensor, 64)) for tensor in tensors]
+    for i in (2, 0):
+        table.line(tickets[i], line(i))
+    with table.lock:
+        table.send()
+    for i in (3, 1):
+        table.line(tickets[i], line(i))
+    for i, tensor in enumerate(tensors):
+        assert heard.sketches[line(i)] == sample(tensor, 64).tolist()
+        assert Summary.from_row(heard.rows[line(i)]).first == summarize(tensor).first
+
+
+def test_nothing_is_sent_twice(heard: Heard) -> None:
+    tables = DeviceTables(heard.put)
+    table = tables.of(CPU)
+    assert tables.of(CPU) is table
+    table.line(table.take(torch.ones(3)), line(0))
+    tables.send()
+    tables.send()
+    assert heard.calls == 1
+
+
+def test_a_sample_on_the_device_is_the_sample(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool):
+        tensor = torch.randn(30, 200).to(dtype)
+        for view in (tensor, tensor.T, tensor[:, ::3], tensor[0, 0], tensor[:0]):
+            found = sample_on(view, 100)
+            assert found is not None
+            assert torch.equal(found, torch.from_numpy(sample(view, 100)))
+    assert sample_on(torch.zeros(3, dtype=torch.uint16)) is None
