@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from .schema import (
     Status,
 )
 from .segment import RawRow, Segment, read_segment, sorted_rows, tensor_id
-from .store import Store, open_store
+from .store import LocalStore, Store, open_store
 
 if TYPE_CHECKING:
     from .health import Finding, Limits
@@ -209,6 +210,14 @@ class Record:
                 "keep='tensors'."
             )
         return self._recording._load(self)
+
+    @property
+    def file(self) -> tuple[Path, int] | None:
+        """The local file that holds the tensor, and the byte at which it starts in it.
+
+        None where the recording does not lie on this machine, or the tensor was not kept.
+        """
+        return self._recording._file(self) if self.stored else None
 
     @property
     def sketch(self) -> np.ndarray[Any, Any] | None:
@@ -457,6 +466,13 @@ class Recording(Mapping[str, Layer]):
                 f"{record.dtype} {list(record.shape)}, {name} has {len(data)}."
             )
         return from_bytes(data, dtype, record.shape)
+
+    def _file(self, record: Record) -> tuple[Path, int] | None:
+        holder = self._holders.get(tensor_id(record.rank, record._number))
+        if holder is None or not isinstance(holder.store, LocalStore):
+            return None
+        start = holder.tensors[tensor_id(record.rank, record._number)][2]
+        return holder.store.root / holder.name, holder.data_start + start
 
     def _why_slim(self) -> str:
         """Why a record of this recording may be a summary alone."""

@@ -42,15 +42,47 @@ def parse_dtype(text: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def parse_device(text: str) -> torch.device:
-    """A device that is there."""
+def parse_device(text: str, instead: str = "") -> torch.device:
+    """A device that is there; `instead` says what to do without it."""
     try:
         device = torch.device(text)
+    except RuntimeError as error:
+        known = "torch knows no such device. Name cpu, cuda, or cuda:1 for the second GPU."
+        raise OptionError(_unusable(text, known, instead)) from error
+    missing = _missing_cuda(device) if device.type == "cuda" else ""
+    if missing:
+        raise OptionError(_unusable(text, missing, instead))
+    try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise OptionError(f"The device {text!r} cannot be used here: {reason}") from error
+        raise OptionError(_unusable(text, reason, instead)) from error
     return device
+
+
+def _unusable(text: str, reason: str, instead: str) -> str:
+    return " ".join(
+        part for part in (f"The device {text!r} cannot be used here: {reason}", instead) if part
+    )
+
+
+def _missing_cuda(device: torch.device) -> str:
+    """Why there is no such CUDA device, and what to do; empty where there is."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return (
+            f"torch {torch.__version__} is built without CUDA. Install a CUDA build of torch "
+            "(https://pytorch.org/get-started)."
+        )
+    if not torch.cuda.is_available():
+        return (
+            f"torch {torch.__version__} is built for CUDA, but finds no GPU. See whether "
+            "nvidia-smi lists one, and whether CUDA_VISIBLE_DEVICES hides it."
+        )
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        names = ", ".join(f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count))
+        return f"there {'is' if count == 1 else 'are'} only {names}."
+    return ""
 
 
 def given(options: Mapping[str, Any], sets: Sequence[str]) -> dict[str, Any]:
