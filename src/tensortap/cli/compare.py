@@ -38,6 +38,7 @@ __all__ = [
     "DIFFERS",
     "FloorOption",
     "MapOption",
+    "OnDeviceOption",
     "PresetOption",
     "RuleOption",
     "compare",
@@ -77,6 +78,14 @@ PresetOption = Annotated[
         "--preset",
         help="Judge by fixed limits: documents (MSE and correlation grades), or device (max abs "
         "0.01, mean abs 0.001, cosine 0.99).",
+    ),
+]
+OnDeviceOption = Annotated[
+    MaybeText,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Compare the tensors there: cuda, cuda:1. Without it on the CPU.",
     ),
 ]
 
@@ -147,6 +156,7 @@ def compare(
         bool, typer.Option("--only-bad", help="List only layers that are not identical or within.")
     ] = False,
     partial: PartialOption = False,
+    device: OnDeviceOption = None,
     json: JsonOption = False,
 ) -> int:
     """Compare two recordings, layer by layer, or every mode in a folder with one of them. \
@@ -164,6 +174,7 @@ Exit 0: same, 1: something diverged, 2: trouble."""
         truth=truth,
         metrics=tuple(metrics or ()),
         partial=partial,
+        device=device,
     )
     shown = Shown(html=html, only_bad=only_bad, json=json)
     if _is_folder_of_modes(reference, candidate):

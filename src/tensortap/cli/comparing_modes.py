@@ -43,6 +43,7 @@ class Options:
     truth: str | None = None
     metrics: tuple[str, ...] = ()
     partial: bool = False
+    device: str | None = None
 
     def to_dict(self, layers: Sequence[str]) -> dict[str, Any]:
         return {**asdict(self), "layers": list(layers) or None}

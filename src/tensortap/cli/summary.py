@@ -16,7 +16,7 @@ from .common import (
     note,
     print_json,
 )
-from .compare import FloorOption, MapOption, PresetOption, RuleOption
+from .compare import FloorOption, MapOption, OnDeviceOption, PresetOption, RuleOption
 
 
 def summary(
@@ -52,6 +52,7 @@ def summary(
     maps: MapOption = None,
     preset: PresetOption = None,
     partial: PartialOption = False,
+    device: OnDeviceOption = None,
     json: JsonOption = False,
 ) -> int:
     """Compare every mode in a folder with the reference, in a table. Exit 0 when it is made."""
@@ -72,6 +73,7 @@ def summary(
             map=maps or (),
             preset=preset,
             partial=partial,
+            device=device,
             progress=advance,
         )
     if sort is not None:

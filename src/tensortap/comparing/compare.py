@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from ..numerics.difference import Difference
-from ..recording.reader import Layer, Recording
+from ..recording.reader import Layer, Record, Recording
 from ..recording.series import summary_table
 from ..selection.recorded import choose_layers
 from .absent import Absences
@@ -39,6 +40,7 @@ from .parts import (
     summary_part,
     unpaired_part,
 )
+from .place import HERE, Device, Place, placed
 from .precision import depth_of, estimated_floor, offset_of, precision_of
 from .results import Comparison, LayerComparison, Moment, Part
 from .rules import Rule, parse_rules, preset_of, rule_for
@@ -61,6 +63,7 @@ def compare(
     truth: Run | None = None,
     metrics: Sequence[str] = (),
     partial: bool = False,
+    device: Device | Place | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Align two recordings, measure every pair of tensors, and judge layer by layer.
@@ -70,9 +73,42 @@ def compare(
     overrule everything but equal bits and NaN; `map` (`regex=>template`) pairs layers by hand;
     `preset` judges by the limits of the documents; `truth` is a run in higher precision that says
     which side is nearer to it. `metrics` adds some of `register_metric` to every row. `partial`
-    takes recordings that were not closed or are damaged. `progress` is told how many layers of
-    how many are done.
+    takes recordings that were not closed or are damaged. `device` ("cuda") brings the tensors there
+    and compares them there: the same numbers. `progress` is told how many layers of how many are
+    done.
     """
+    with placed(device) as place:
+        return _compare(
+            reference,
+            candidate,
+            layers=layers,
+            floor=floor,
+            rules=rules,
+            map=map,
+            preset=preset,
+            truth=truth,
+            metrics=metrics,
+            partial=partial,
+            place=place,
+            progress=progress,
+        )
+
+
+def _compare(
+    reference: Run,
+    candidate: Run,
+    *,
+    layers: str | Sequence[str] | None,
+    floor: Run | None,
+    rules: str | Sequence[str],
+    map: str | Sequence[str],
+    preset: str | None,
+    truth: Run | None,
+    metrics: Sequence[str],
+    partial: bool,
+    place: Place,
+    progress: Callable[[int, int], None] | None,
+) -> Comparison:
     left, right = opened(reference, partial), opened(candidate, partial)
     chosen = preset_of(preset)
     names = None if layers is None else choose_layers(left, _texts(layers))
@@ -84,7 +120,7 @@ def compare(
     beyond = None if truth is None else opened(truth, partial)
     check_third(left, right, beside, "floor")
     check_third(left, right, beyond, "truth")
-    third = None if beside is None else Floor(left, beside, names)
+    third = None if beside is None else Floor(left, beside, names, place)
     work = Work(
         left,
         right,
@@ -92,13 +128,16 @@ def compare(
         judges,
         None if chosen is None else chosen.rule(),
         third,
-        None if beyond is None else Truth(left, right, beyond, pairs, names),
+        None if beyond is None else Truth(left, right, beyond, pairs, names, place),
         tuple(metrics),
+        place,
     )
     both = [(p.reference.name, p.candidate.name) for p in paired if p.reference and p.candidate]
     work.absences = Absences(left, right, both)
     rows = []
     for number, pair in enumerate(pairs):
+        for coming in pairs[number + 1 : number + 2] if number else pairs[:2]:
+            place.expect(records_of(coming))
         rows.append(work.row(pair))
         if progress is not None:
             progress(number + 1, len(pairs))
@@ -119,6 +158,7 @@ def compare(
         floor=floor_words(third, work, rows),
         preset=preset,
         truth=None if work.truth is None else work.truth.path,
+        measured_on=place.name,
         warnings=(
             *warnings_of(left, right, same, names, paired),
             *third_warnings(left, beside, "floor"),
@@ -131,8 +171,20 @@ def compare(
         ),
     )
     more = about_steps(left, right, steps_compared(comparison))
-    comparison = replace(comparison, notes=(*more, *comparison.notes))
-    return explained(comparison, work.sites)
+    comparison = explained(comparison, work.sites, place)
+    return replace(comparison, notes=(*more, *comparison.notes, *place.notes()))
+
+
+def records_of(pair: LayerPair) -> Iterator[Record]:
+    """What will be read of two layers, in about that order: inputs first, side by side."""
+    if pair.reference is None or pair.candidate is None:
+        return
+    sides = [
+        sorted(layer.records, key=lambda record: record.port != "input")
+        for layer in (pair.reference, pair.candidate)
+    ]
+    for records in zip_longest(*sides):
+        yield from (record for record in records if record is not None)
 
 
 @dataclass(frozen=True)
@@ -188,6 +240,7 @@ class Work:
         floor: Floor | None,
         truth: Truth | None,
         metrics: tuple[str, ...],
+        place: Place = HERE,
     ) -> None:
         self.pairer = pairer
         self.rules = rules
@@ -195,6 +248,7 @@ class Work:
         self.floor = floor
         self.truth = truth
         self.metrics = metrics
+        self.place = place
         self.absences = Absences(reference, candidate)
         self.sites: dict[str, list[SitePair]] = {}  # of the diverged layers
         self.measured: dict[_Content, SiteMeasurement] = {}
@@ -246,7 +300,7 @@ class Work:
         if known is not None:  # one layer's output is the next one's input, and measured once
             measured = known.at(site)
         else:
-            measured = measure(site)
+            measured = measure(site, place=self.place)
             if key is not None:
                 self.measured[key] = measured
         judged = self._judged(layer, measured, depth, given)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..recording.reader import Recording
 from .align import align
 from .measure import MomentMeasurement, SiteMeasurement, measure
+from .place import HERE, Place
 from .results import Moment, Part
 from .sites import SitePair, SitePairer
 
@@ -35,9 +36,14 @@ class Floor:
     """Measures reference against floor run where somebody asks, and not before."""
 
     def __init__(
-        self, reference: Recording, floor: Recording, names: Sequence[str] | None = None
+        self,
+        reference: Recording,
+        floor: Recording,
+        names: Sequence[str] | None = None,
+        place: Place = HERE,
     ) -> None:
         self.path = floor.path
+        self._place = place
         pairer = SitePairer(reference, floor)
         self._sites: dict[tuple[str, str, str], SitePair] = {}
         for pair in align(reference, floor, names=names):
@@ -58,4 +64,6 @@ class Floor:
     def here(self, layer: str, port: str, leaf: str) -> FloorHere | None:
         """The floor at one site; None where the floor run does not have it."""
         site = self._sites.get((layer, port, leaf))
-        return None if site is None else FloorHere(measure(site, percentiles=False))
+        if site is None:
+            return None
+        return FloorHere(measure(site, percentiles=False, place=self._place))

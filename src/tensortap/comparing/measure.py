@@ -9,11 +9,13 @@ from functools import reduce
 
 import torch
 
+from ..errors import OptionError
 from ..numerics import summarize
 from ..numerics.difference import Difference, difference, difference_of
 from ..numerics.profile import Profile, profile
 from ..numerics.summary import Summary
 from .metrics import evaluate
+from .place import HERE, Place
 from .results import Moment
 from .sites import MomentPair, SitePair
 
@@ -30,6 +32,7 @@ class MomentMeasurement:
     candidate: Summary | None
     _pair: MomentPair
     _site: SitePair
+    _place: Place = HERE
 
     @property
     def dtypes(self) -> tuple[str, str]:
@@ -44,24 +47,31 @@ class MomentMeasurement:
         """The difference with its percentiles, which one of several moments is measured without."""
         if self.difference is None or self.difference.percentiles is not None:
             return self.difference
-        return difference(*self._pair.tensors(self._site.transform))
+        return self._place.run(lambda place: difference(*self._tensors(place)))
 
     def summaries(self) -> tuple[Summary, Summary]:
         """The summaries of what was compared of both sides."""
-        return _summaries(self._site, self._pair)
+        return _summaries(self._site, self._pair, self._place)
 
     def added(self, metric: str) -> float:
         """A metric that is not of a difference; reads the tensors once more."""
         if self.difference is None:
             return math.nan
-        return evaluate(metric, *self._pair.tensors(self._site.transform))
+        try:
+            return self._place.run(lambda place: evaluate(metric, *self._tensors(place)))
+        except OptionError:
+            if self._place is HERE:
+                raise
+        return evaluate(metric, *self._tensors(HERE))  # it may be one of numpy
 
     def profile(self) -> Profile | None:
         """Errors by token and by channel; reads the tensors once more."""
         if self.difference is None:
             return None
-        reference, candidate = self._pair.tensors(self._site.transform)
-        return profile(reference, candidate)
+        return self._place.run(lambda place: profile(*self._tensors(place)))
+
+    def _tensors(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pair.tensors(self._site.transform, place)
 
 
 @dataclass(frozen=True)
@@ -88,23 +98,27 @@ class SiteMeasurement:
         return left, reduce(Summary.merge, (pair[1] for pair in pairs))
 
 
-def _summaries(site: SitePair, pair: MomentPair) -> tuple[Summary, Summary]:
+def _summaries(site: SitePair, pair: MomentPair, place: Place) -> tuple[Summary, Summary]:
     whole = pair.reference_samples is None and pair.candidate_samples is None
     stored = pair.reference.stored and pair.candidate.stored
     if not stored or (whole and site.transform is None):
         return pair.reference.summary, pair.candidate.summary
-    reference, candidate = pair.tensors(site.transform)
-    return summarize(reference), summarize(candidate)
+
+    def both(at: Place) -> tuple[Summary, Summary]:
+        reference, candidate = pair.tensors(site.transform, at)
+        return summarize(reference), summarize(candidate)
+
+    return place.run(both)
 
 
-def measure(site: SitePair, *, percentiles: bool = True) -> SiteMeasurement:
+def measure(site: SitePair, *, percentiles: bool = True, place: Place = HERE) -> SiteMeasurement:
     """Measure every moment of a site, and all of them together.
 
     Several moments are read twice, since the percentiles are those of all values, not a mean of
     percentiles.
     """
     single = len(site.moments) == 1
-    moments = tuple(_moment(site, pair, percentiles and single) for pair in site.moments)
+    moments = tuple(_moment(site, pair, percentiles and single, place) for pair in site.moments)
     if any(m.difference is None for m in moments):
         return SiteMeasurement(site, moments, None)
     if single:
@@ -112,28 +126,31 @@ def measure(site: SitePair, *, percentiles: bool = True) -> SiteMeasurement:
     if not percentiles:
         whole = reduce(Difference.merge, (m.difference for m in moments if m.difference))
         return SiteMeasurement(site, moments, whole)
-    whole = difference_of(_stream(site), percentiles=True)
-    place = None
+    whole = place.run(lambda at: difference_of(_stream(site, at), percentiles=True))
+    worst = None
     if whole.max_abs_index is not None:
         number, *index = whole.max_abs_index
-        place = moments[number].moment
+        worst = moments[number].moment
         whole = replace(whole, max_abs_index=tuple(index))
-    return SiteMeasurement(site, moments, whole, place)
+    return SiteMeasurement(site, moments, whole, worst)
 
 
-def _moment(site: SitePair, pair: MomentPair, percentiles: bool) -> MomentMeasurement:
+def _moment(site: SitePair, pair: MomentPair, percentiles: bool, place: Place) -> MomentMeasurement:
     moment = (pair.epoch, pair.batch, pair.call)
     if not (pair.reference.stored and pair.candidate.stored):
         left, right = pair.reference.summary, pair.candidate.summary
-        return MomentMeasurement(moment, None, left, right, pair, site)
-    reference, candidate = pair.tensors(site.transform)
-    found = difference(reference, candidate, percentiles=percentiles)
-    return MomentMeasurement(moment, found, None, None, pair, site)
+        return MomentMeasurement(moment, None, left, right, pair, site, place)
+    found = place.run(
+        lambda at: difference(*pair.tensors(site.transform, at), percentiles=percentiles)
+    )
+    return MomentMeasurement(moment, found, None, None, pair, site, place)
 
 
-def _stream(site: SitePair) -> Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
+def _stream(
+    site: SitePair, place: Place
+) -> Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]]:
     def tensors() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for pair in site.moments:
-            yield pair.tensors(site.transform)
+            yield pair.tensors(site.transform, place)
 
     return tensors

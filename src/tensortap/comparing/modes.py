@@ -18,6 +18,7 @@ from .checks import Run, opened
 from .mode_files import SUMMARY, comparison_file, comparison_text, save_files
 from .mode_folders import COMPARISONS, open_modes
 from .mode_rows import GRADES, ModeRow, itself, mode_row
+from .place import Device, placed
 from .results import Comparison, LayerComparison, json_text
 from .sentences import name_of
 
@@ -136,6 +137,7 @@ def compare_modes(
     truth: Run | None = None,
     metrics: Sequence[str] = (),
     partial: bool = False,
+    device: Device | None = None,
     save: bool | str | os.PathLike[str] = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Modes:
@@ -167,17 +169,18 @@ def compare_modes(
     }
     rows = []
     warnings = []
-    for done, item in enumerate(wanted):
-        if isinstance(item.run, TapError):
-            rows.append(ModeRow(item.mode, item.path, problem=str(item.run)))
-        else:
-            rows.append(mode_row(item.mode, base, item.run, **options))
-            warnings += [
-                f"{item.mode} is the {role} itself, and was compared without one."
-                for role in itself(item.run, options)
-            ]
-        if progress is not None:
-            progress(done + 1, len(wanted))
+    with placed(device) as place:
+        for done, item in enumerate(wanted):
+            if isinstance(item.run, TapError):
+                rows.append(ModeRow(item.mode, item.path, problem=str(item.run)))
+            else:
+                rows.append(mode_row(item.mode, base, item.run, device=place, **options))
+                warnings += [
+                    f"{item.mode} is the {role} itself, and was compared without one."
+                    for role in itself(item.run, options)
+                ]
+            if progress is not None:
+                progress(done + 1, len(wanted))
     _check_compared(rows)
     made = Modes(chosen.mode, found.url, tuple(rows), (*_warnings(rows, chosen.mode), *warnings))
     if save is not False:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..recording.reader import Record, undisturbed
+from .place import HERE, Place
 
 if TYPE_CHECKING:
     from .transforms import Transform
@@ -37,10 +38,12 @@ class MomentPair:
     reference_samples: _Rows | None = None
     candidate_samples: _Rows | None = None
 
-    def tensors(self, transform: Transform | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The two tensors as views of equal shape."""
-        reference = _rows(self.reference.tensor(), self.reference_samples)
-        candidate = _rows(self.candidate.tensor(), self.candidate_samples)
+    def tensors(
+        self, transform: Transform | None = None, place: Place = HERE
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two tensors as views of equal shape, at some place."""
+        reference = _rows(place.tensor(self.reference), self.reference_samples)
+        candidate = _rows(place.tensor(self.candidate), self.candidate_samples)
         return (
             (reference, candidate) if transform is None else transform.views(reference, candidate)
         )

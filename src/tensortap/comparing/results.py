@@ -308,6 +308,7 @@ class Comparison:
     floor: str = ""
     preset: str | None = None
     truth: str | None = None
+    measured_on: str = "cpu"
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -370,6 +371,7 @@ class Comparison:
             "floor": self.floor,
             "preset": self.preset,
             "truth": self.truth,
+            "measured_on": self.measured_on,
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "environment": [item.to_dict() for item in self.environment],

@@ -6,7 +6,7 @@ It may be the candidate: the reference is what somebody trusts, not what is righ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ..recording.reader import Record, Recording
 from .align import LayerPair, align
 from .checks import third_warnings
 from .moments import MomentPair
+from .place import HERE, Place
 from .precision import precision_of, roundoff, unit_of
 from .sentences import name_of
 from .sites import SitePair, SitePairer
@@ -63,8 +64,10 @@ class Truth:
         truth: Recording,
         pairs: Sequence[LayerPair],
         names: Sequence[str] | None = None,
+        place: Place = HERE,
     ) -> None:
         self.path = truth.path
+        self._place = place
         self._sides = {"reference": reference, "candidate": candidate}
         self._truth = truth
         self._sites: dict[tuple[str, str, str], _Site] = {}
@@ -75,8 +78,8 @@ class Truth:
             assert pair.reference is not None
             for site in pairer.pair(pair):
                 if not site.problem and not site.missing:
-                    place = pair.reference.name, site.port, site.leaf
-                    self._sites[place] = _Site(_by_moment(site.moments), site.transform)
+                    where = pair.reference.name, site.port, site.leaf
+                    self._sites[where] = _Site(_by_moment(site.moments), site.transform)
 
     @property
     def notes(self) -> list[str]:
@@ -122,7 +125,7 @@ class Truth:
             for moment in site.moments.values()
             for pair in moment
         ]
-        return bool(pairs) and all(_cast_alike(pair) for pair in pairs)
+        return bool(pairs) and all(_cast_alike(pair, self._place) for pair in pairs)
 
     def nearer(self, layer: str, site: SitePair) -> Nearness:
         """Which side is nearer at one site, and how far both are."""
@@ -131,11 +134,10 @@ class Truth:
             return UNKNOWN
         key = _content(site, here)
         if key not in self._known:
-            triples = list(_triples(site, here))
-            if any(bool(true.isnan().any()) for *_, true in triples):
+            found, holes = self._place.run(lambda at: _near(lambda: _triples(site, here, at)))
+            if holes:
                 self._holes.setdefault(layer)
-            triples = [known for triple in triples if (known := _where_known(triple))[2].numel()]
-            self._known[key] = _measured(triples) if triples else UNKNOWN
+            self._known[key] = found
         return self._known[key]
 
 
@@ -161,11 +163,11 @@ def _paired(
             yield pair
 
 
-def _cast_alike(pair: MomentPair) -> bool:
+def _cast_alike(pair: MomentPair, place: Place) -> bool:
     """Whether two tensors hold the same values but for the rounding of a cast."""
     if not (pair.reference.stored and pair.candidate.stored) or pair.shapes[0] != pair.shapes[1]:
         return False
-    found = difference_of([pair.tensors()], percentiles=False)
+    found = place.run(lambda at: difference_of([pair.tensors(None, at)], percentiles=False))
     unit = max(roundoff(dtype) for dtype in found.dtypes)
     return found.identical or (not found.disagreeing and found.error <= 2 * unit)
 
@@ -198,7 +200,7 @@ def _name(transform: Transform | None) -> str | None:
     return None if transform is None else transform.name
 
 
-def _triples(site: SitePair, here: _Site) -> Iterator[_Tensors]:
+def _triples(site: SitePair, here: _Site, place: Place) -> Iterator[_Tensors]:
     """Reference, candidate and truth in one layout, moment by moment, where all three are stored.
 
     Three runs have three layouts; two of them must be alike for the third to be brought to them.
@@ -207,7 +209,7 @@ def _triples(site: SitePair, here: _Site) -> Iterator[_Tensors]:
         for true in here.moments.get((m.epoch, m.batch, m.call), ()):
             if not all(_stored(r) for r in (m.reference, m.candidate, true.candidate)):
                 continue
-            found = _together(m, site.transform or _SAME, true, here.transform or _SAME)
+            found = _together(m, site.transform or _SAME, true, here.transform or _SAME, place)
             if found is not None and len({tensor.shape for tensor in found}) == 1:
                 yield found
 
@@ -217,13 +219,10 @@ def _stored(record: Record) -> bool:
 
 
 def _together(
-    m: MomentPair, transform: Transform, true: MomentPair, other: Transform
+    m: MomentPair, transform: Transform, true: MomentPair, other: Transform, place: Place
 ) -> _Tensors | None:
-    reference, candidate, truth = (
-        m.reference.tensor(),
-        m.candidate.tensor(),
-        true.candidate.tensor(),
-    )
+    records = (m.reference, m.candidate, true.candidate)
+    reference, candidate, truth = (place.tensor(record) for record in records)
     ours, theirs = m.reference_samples, m.candidate_samples
     whole = ours is None and theirs is None
     plain = true.reference_samples is None and true.candidate_samples is None
@@ -257,11 +256,35 @@ def _where_known(triple: _Tensors) -> _Tensors:
     return left, right, true
 
 
-def _measured(triples: Sequence[_Tensors]) -> Nearness:
-    ours = difference_of([(true, left) for left, _, true in triples], percentiles=False)
-    theirs = difference_of([(true, right) for _, right, true in triples], percentiles=False)
+def _near(triples: Callable[[], Iterator[_Tensors]]) -> tuple[Nearness, bool]:
+    """How near both sides are, and whether the truth has NaN; the tensors are read one by one."""
+    whole: list[bool] = []
+    own, holes, known = 0.0, False, False
+    for *_, true in triples():
+        finite = true.isfinite()
+        whole.append(bool(finite.all()))
+        if bool(finite.any()):
+            known = True
+            own = max(own, roundoff(str(true.dtype).removeprefix("torch.")))
+        holes = holes or (not whole[-1] and bool(true.isnan().any()))
+    if not known:
+        return UNKNOWN, holes
+
+    def told() -> Iterator[_Tensors]:
+        for triple, every in zip(triples(), whole, strict=True):
+            found = triple if every else _where_known(triple)
+            if found[2].numel():
+                yield found
+
+    return _measured(told, own), holes
+
+
+def _measured(triples: Callable[[], Iterator[_Tensors]], own: float) -> Nearness:
+    ours = difference_of(lambda: ((true, left) for left, _, true in triples()), percentiles=False)
+    theirs = difference_of(
+        lambda: ((true, right) for _, right, true in triples()), percentiles=False
+    )
     left, right = _distance(ours), _distance(theirs)
-    own = max(roundoff(str(true.dtype).removeprefix("torch.")) for *_, true in triples)
     if math.isnan(left) or math.isnan(right):
         return Nearness(None, left, right)
     if max(left, right) <= _OWN * own or max(left, right) <= _EVEN * min(left, right):
