@@ -50,8 +50,6 @@ class _Place:
     module: nn.Module
     pending: dict[int, list[tuple[Call, list[Held]]]] = field(default_factory=dict)  # by thread
     awaiting_grads: list[Call] = field(default_factory=list)
-    output_hook: RemovableHandle | None = None
-    input_hook: RemovableHandle | None = None
 
 
 class EagerTap:
@@ -79,6 +77,7 @@ class EagerTap:
         self._on_failure: Callable[[Exception], None] = _raise
         self._handles: list[RemovableHandle] = []
         self._grad_handles: list[RemovableHandle] = []
+        self._kept_last: list[tuple[Any, int]] = []  # where our hooks are, and which they are
         self._compiled: list[compiled.Entry] = []
         self._given: dict[int, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
@@ -121,12 +120,14 @@ class EagerTap:
                     before.setdefault(id(place.module), []).append(self._input_hook(place))
                 continue
             if wants_inputs:
-                place.input_hook = place.module.register_forward_pre_hook(
+                handle = place.module.register_forward_pre_hook(
                     self._input_hook(place), with_kwargs=True
                 )
-                self._handles.append(place.input_hook)
-            place.output_hook = place.module.register_forward_hook(self._output_hook(place))
-            self._handles.append(place.output_hook)
+                self._handles.append(handle)
+                self._kept_last.append((place.module._forward_pre_hooks, handle.id))
+            handle = place.module.register_forward_hook(self._output_hook(place))
+            self._handles.append(handle)
+            self._kept_last.append((place.module._forward_hooks, handle.id))
         if after or before:
             self._handles += listen_globally(before, after)
             if after and (self.ports.inputs or self.ports.grads):
@@ -148,6 +149,7 @@ class EagerTap:
             if self._handles and compiled.contains_compiled(self.model):
                 compiled.forget()
             self._handles.clear()
+            self._kept_last.clear()
             self._grad_handles.clear()
             self._sink = None
 
@@ -417,13 +419,9 @@ class EagerTap:
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we record is what comes out behind theirs."""
-        for place in self._places:
-            for hooks, handle in (
-                (place.module._forward_hooks, place.output_hook),
-                (place.module._forward_pre_hooks, place.input_hook),
-            ):
-                if handle is not None and next(reversed(hooks)) != handle.id:
-                    hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+        for hooks, ours in self._kept_last:
+            if next(reversed(hooks)) != ours:
+                hooks.move_to_end(ours)
 
 
 def _recomputing() -> bool:
