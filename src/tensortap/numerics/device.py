@@ -7,16 +7,17 @@ rows over at once, later. A row whose count is 0 is empty; into any other, a ten
 `Summary.merge` would.
 
 `accumulate` is plain torch: any device, any dtype, many small launches. `accumulate_on` picks the
-quickest way there is: one Triton launch on CUDA, the compiled core on a CPU. Neither reads a value
-back, so both may stand in a CUDA graph and on any stream; nothing enters an autograd graph, and
-tensor and random state stay as they are.
+quickest way there is: one Triton launch on CUDA, the compiled core on a CPU. `fill_on` is the same
+for a row that is to hold this tensor alone, whatever stood there. None reads a value back, so all
+may stand in a CUDA graph and on any stream; nothing enters an autograd graph, and tensor and random
+state stay as they are. `lean` is for the loop in which every microsecond of the host counts.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -43,9 +44,13 @@ __all__ = [
     "accumulate_many",
     "accumulate_on",
     "empty_rows",
+    "fill_many",
+    "fill_on",
+    "lean",
     "merge_into",
     "merge_rows",
     "reset",
+    "warm",
 ]
 
 CHUNK = 1 << 22
@@ -68,19 +73,61 @@ def accumulate_on(tensor: torch.Tensor, row: torch.Tensor) -> None:
         accumulate(tensor, row)
 
 
+def fill_on(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    """`accumulate_on` for a row that holds nothing that counts: it is written over."""
+    kernels = _triton() if tensor.is_cuda else None
+    if kernels is None or not kernels.accumulate(tensor, row, False):
+        _check(tensor, row)
+        reset(row)
+        accumulate_on(tensor, row)
+
+
 def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
     """Merge each tensor into the row of its number; small CUDA tensors share one launch."""
+    for i in _left_of_many(tensors, rows, True):
+        accumulate_on(tensors[i], rows[i])
+
+
+def fill_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> None:
+    """`accumulate_many` for rows that hold nothing that counts: they are written over."""
+    for i in _left_of_many(tensors, rows, False):
+        fill_on(tensors[i], rows[i])
+
+
+def _left_of_many(
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, merge: bool
+) -> Sequence[int]:
     if rows.dim() != 2 or rows.shape[0] != len(tensors):
         raise OptionError(
             f"Rows for {len(tensors)} tensors have the shape ({len(tensors)}, {WIDTH}), "
             f"but got {tuple(rows.shape)}."
         )
-    left: Sequence[int] = range(len(tensors))
-    kernels = _triton() if rows.is_cuda else None
-    if kernels is not None:
-        left = kernels.accumulate_many(tensors, rows)
-    for i in left:
-        accumulate_on(tensors[i], rows[i])
+    kernels = _triton() if rows.is_cuda and len(tensors) else None
+    if kernels is None:
+        return range(len(tensors))
+    left: Sequence[int] = kernels.accumulate_many(tensors, rows, merge)
+    return left
+
+
+def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], object] | None:
+    """A launch that fills a row, bound but for the addresses of the tensor and of the row.
+
+    `launch(address, row_address)` is for any plain contiguous CUDA tensor of this size, dtype and
+    device that lies at a multiple of 16, on this stream (its address), not while a graph is
+    captured; it looks at nothing. None where there is no kernel for such a tensor.
+    """
+    kernels = _triton() if tensor.is_cuda else None
+    return None if kernels is None else kernels.lean(tensor, stream)
+
+
+def warm(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Compile the kernels for a dtype, as must be before a graph that holds them is captured.
+
+    False where there are none: then torch does the work, in a graph as well.
+    """
+    where = torch.device(device)
+    kernels = _triton() if where.type == "cuda" else None
+    return kernels is not None and bool(kernels.warm(dtype, where))
 
 
 def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> None:

@@ -44,17 +44,20 @@ class Format:
     normal: int  # the smallest normal magnitude
     top: int  # the largest finite one
     nan: int  # the smallest that is NaN; between the two lies infinity, if there is one
+    torch: torch.dtype  # what the kernels are given
 
     def __repr__(self) -> str:  # Triton makes it part of the names of its functions
         return self.name
 
 
 FORMATS = {
-    torch.float32: Format("f32", tl.float32, 32, 23, 127, 0x00800000, 0x7F7FFFFF, 0x7F800001),
-    torch.bfloat16: Format("bf16", tl.bfloat16, 16, 7, 127, 0x0080, 0x7F7F, 0x7F81),
-    torch.float16: Format("f16", tl.float16, 16, 10, 15, 0x0400, 0x7BFF, 0x7C01),
-    torch.float8_e5m2: Format("e5m2", tl.uint8, 8, 2, 15, 0x04, 0x7B, 0x7D),
-    torch.float8_e4m3fn: Format("e4m3", tl.uint8, 8, 3, 7, 0x08, 0x7E, 0x7F),
+    torch.float32: Format(
+        "f32", tl.float32, 32, 23, 127, 0x00800000, 0x7F7FFFFF, 0x7F800001, torch.float32
+    ),
+    torch.bfloat16: Format("bf16", tl.bfloat16, 16, 7, 127, 0x0080, 0x7F7F, 0x7F81, torch.bfloat16),
+    torch.float16: Format("f16", tl.float16, 16, 10, 15, 0x0400, 0x7BFF, 0x7C01, torch.float16),
+    torch.float8_e5m2: Format("e5m2", tl.uint8, 8, 2, 15, 0x04, 0x7B, 0x7D, torch.uint8),
+    torch.float8_e4m3fn: Format("e4m3", tl.uint8, 8, 3, 7, 0x08, 0x7E, 0x7F, torch.uint8),
 }
 
 
@@ -215,8 +218,8 @@ def _hypot(a, b, c):
 
 
 @triton.jit
-def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr):
-    """Reduce the partials of a tensor of `size` elements and merge them into its row."""
+def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
+    """Reduce the partials of a tensor of `size` elements; merge them into its row, or fill it."""
     lane, column = tl.arange(0, _WIDE), tl.arange(0, 8)
     sums = tl.zeros([_WIDE, 8], tl.float64)
     low = tl.full([_WIDE], float("inf"), tl.float64)
@@ -259,8 +262,13 @@ def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr):
     l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
 
     # Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
-    count = tl.load(row)
-    held = count - tl.load(row + 1) - tl.load(row + 2) - tl.load(row + 3)
+    # A row to fill is read as one that is empty.
+    if MERGE:
+        count = tl.load(row)
+        held = count - tl.load(row + 1) - tl.load(row + 2) - tl.load(row + 3)
+    else:
+        count = tl.full([], 0.0, tl.float64)
+        held = count
     mean2 = tl.where(held > 0, tl.load(row + 7), mean)
     std2 = tl.where(held > 0, tl.load(row + 8), 0.0)
     all_n = tl.maximum(finite + held, 1.0)
@@ -278,7 +286,8 @@ def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr):
     known = finite + held > 0
     nothing = float("nan")
     counts = tl.where(column == 0, size, counts)
-    counts += tl.load(row + column, mask=column < 7, other=0.0)
+    if MERGE:
+        counts += tl.load(row + column, mask=column < 7, other=0.0)
     tl.store(row + column, counts, mask=column < 7)
     tl.store(row + 7, tl.where(known, both, nothing))
     tl.store(row + 8, tl.where(known, spread, nothing))
@@ -297,11 +306,23 @@ def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr):
     tl.store(row + _MOMENTS + place, tl.where(missing, nothing, value.to(tl.float64)), mask=fresh)
 
 
-@triton.jit(do_not_specialize=["head", "row", "parts", "stride", "counters", "size", "tiles"])
+@triton.jit(do_not_specialize=["parts", "stride", "counters", "size", "tiles", "head", "row"])
 def accumulate_one(
-    x, head, row, parts, stride, counters, size, tiles, LANES: tl.constexpr, F: tl.constexpr
+    parts,
+    stride,
+    counters,
+    size: tl.int64,
+    tiles,
+    head: tl.int64,
+    LANES: tl.constexpr,
+    F: tl.constexpr,
+    MERGE: tl.constexpr,
+    x,
+    row,
 ):
-    """One tensor: each program takes `tiles` tiles of it."""
+    """One tensor: each program takes `tiles` tiles of it. The first elements are at `head`, or at
+    `x` where that is 0; what a launch is told last is what differs from one to the next.
+    """
     TILE: tl.constexpr = LANES * (128 // F.bits)
     program = tl.program_id(0)
     start = program.to(tl.int64) * tiles * TILE
@@ -310,13 +331,22 @@ def accumulate_one(
     tl.debug_barrier()
     programs = tl.num_programs(0)
     if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
-        _finish(parts, stride, 0, programs, head, size, row, F)
+        where = tl.where(head == 0, x.to(tl.int64), head).to(tl.pointer_type(F.element))
+        _finish(parts, stride, 0, programs, where, size, row, F, MERGE)
         tl.store(counters, 0)  # for the next launch on this stream
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "stride", "counters", "tiles"])
+@triton.jit(do_not_specialize=["parts", "stride", "counters", "tiles", "rows"])
 def accumulate_many(
-    table, rows, parts, stride, counters, tiles, LANES: tl.constexpr, F: tl.constexpr
+    parts,
+    stride,
+    counters,
+    tiles,
+    LANES: tl.constexpr,
+    F: tl.constexpr,
+    MERGE: tl.constexpr,
+    table,
+    rows,
 ):
     """Many tensors: `table` says which one a program works on, and where that one lies."""
     TILE: tl.constexpr = LANES * (128 // F.bits)
@@ -333,5 +363,5 @@ def accumulate_many(
     _span(x, start, stop, parts + program, stride, LANES, F)
     tl.debug_barrier()
     if tl.atomic_add(counters + tensor, 1, sem="acq_rel") == programs - 1:
-        _finish(parts, stride, first, programs, x, size, row, F)
+        _finish(parts, stride, first, programs, x, size, row, F, MERGE)
         tl.store(counters + tensor, 0)

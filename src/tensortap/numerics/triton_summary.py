@@ -2,19 +2,17 @@
 
 float32, float16, bfloat16, the two common float8 and complex of these are read here, in whatever
 order they lie in memory; the rest is left to device.py, which alone imports this module, since
-that needs Triton.
-
-A launch through Triton's own front door costs the host some 40 us, most of it to find out which
-kernel is meant; so kernels are kept, and called by address. Device -1 is Triton's interpreter.
+that needs Triton. Device -1 is Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +22,9 @@ from tensortap.numerics import triton_kernels as kernels
 from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
 from tensortap.numerics.triton_kernels import FORMATS, PARTIAL, Format
+from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry
 
-__all__ = ["accumulate", "accumulate_many"]
+__all__ = ["accumulate", "accumulate_many", "lean", "warm"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _LANES, _WARPS = 512, 8
@@ -33,88 +32,173 @@ _PER_SM = 4  # programs: more cost middling tensors more than they bring large o
 _MOST = 1 << 14  # programs of a launch for many tensors
 
 
-def accumulate(tensor: torch.Tensor, row: torch.Tensor) -> bool:
-    """Merge a CUDA tensor into its row; False, having done nothing, if it is not one to read here.
+def accumulate(tensor: torch.Tensor, row: torch.Tensor, merge: bool = True) -> bool:
+    """Merge a CUDA tensor into its row, or fill the row with it.
 
-    While a graph is captured, a kernel must not be compiled: then only what ran before is used.
+    False, having done nothing, if it is not one to read here. While a graph is captured, a kernel
+    must not be compiled: then only what ran before is used (see `warm`).
     """
     index = tensor.get_device()
     seen = _readable(tensor)
     if seen is None or _BROKEN or not _is_row(row, index):
         return False
     values, head, form = seen
-    size, address = values.numel(), values.data_ptr()
+    size = values.numel()
     if not size:
-        return True
+        return merge
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return accumulate(tensor, row)
+            return accumulate(tensor, row, merge)
     capturing = _capturing(index)
-    variant = ("one", index, form, not address % 16, size < 1 << 31)
-    if capturing and variant not in _KERNELS:
+    variant = ("one", index, form, not values.data_ptr() % 16, merge)
+    way = _way(variant, capturing)
+    if way is None:
         return False
-    tile = _LANES * (128 // form.bits)
-    tiles = -(-size // (tile * _most_programs(index)))
-    programs = -(-size // (tile * tiles))
-    parts, counters = _scratch(index, programs, 1, fresh=capturing)
-    return _launch(
-        kernels.accumulate_one, variant, programs, form,
-        values, head, row, parts, programs, counters, size, tiles,
+    programs, tiles = _shares(index, form, size)
+    parts, counters = _own_scratch(index, programs) if capturing else _scratch(index)
+    other = 0 if head is values else head.data_ptr()
+    call, front = way
+    call(
+        programs, 1, 1, _stream(index), *front, _at(parts), programs, _at(counters), size, tiles,
+        other, _LANES, form, merge, _at(values), _at(row),
     )  # fmt: skip
+    return True
 
 
-def accumulate_many(tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> Sequence[int]:
-    """Merge tensors into their rows, a launch for each dtype; returns which are still to do."""
+def accumulate_many(
+    tensors: Sequence[torch.Tensor], rows: torch.Tensor, merge: bool = True
+) -> Sequence[int]:
+    """Merge tensors into their rows, or fill these, a launch for each dtype.
+
+    Returns which are still to do.
+    """
     index = rows.get_device()
     whole = rows.is_contiguous() and _is_row(rows[:1], index) and not _BROKEN
     if not whole or _capturing(index):  # a graph would read the table after it is gone
         return range(len(tensors))
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return accumulate_many(tensors, rows)
+            return accumulate_many(tensors, rows, merge)
     groups, left = _plan(index, tensors)
+    if merge:
+        left = [i for i in left if tensors[i].numel()]
     for group in groups:
-        parts, counters = _scratch(index, group.programs, len(group.numbers), fresh=False)
-        variant = ("many", index, group.form, True, True)
-        done = not _BROKEN and _launch(
-            kernels.accumulate_many, variant, group.programs, group.form,
-            group.table, rows, parts, group.programs, counters, group.tiles,
-        )  # fmt: skip
-        if not done:
+        way = _way(("many", index, group.form, True, merge), False)
+        if way is None:
             left = [*left, *group.numbers]
+            continue
+        parts, counters = _wide_scratch(index, group.programs, len(group.numbers))
+        call, front = way
+        call(
+            group.programs, 1, 1, _stream(index), *front, _at(parts), group.programs,
+            _at(counters), group.tiles, _LANES, group.form, merge, _at(group.table), _at(rows),
+        )  # fmt: skip
     return left
 
 
+def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
+    """`launch(address, row_address)`, everything else bound, which fills the row.
+
+    For any contiguous tensor of this size, dtype and device at an address that 16 divides, on this
+    stream, while the device is the current one. No argument is looked at. None where the tensor is
+    not one to read here, or a graph is being captured.
+    """
+    index = tensor.get_device()
+    seen = _readable(tensor) if tensor.is_contiguous() else None
+    if seen is None or index < 0 or _BROKEN or _capturing(index) or not tensor.numel():
+        return None
+    form, size = seen[2], seen[0].numel()
+    with torch.cuda.device(index):
+        way = _way(("one", index, form, True, False), False)
+        parts, counters = _scratch(index, stream)
+    if way is None:
+        return None
+    programs, tiles = _shares(index, form, size)
+    call, front = way
+    return partial(
+        call, programs, 1, 1, stream, *front, parts.data_ptr(), programs, counters.data_ptr(), size,
+        tiles, 0, _LANES, form, False,
+    )  # fmt: skip
+
+
+def warm(dtype: torch.dtype, device: torch.device) -> bool:
+    """Compile what `accumulate` needs for a dtype, as must be before a graph is captured."""
+    form = FORMATS.get(dtype.to_real())
+    if form is None or _BROKEN:
+        return False
+    index = -1 if device.type == "cpu" else device.index
+    if index is None:
+        index = torch.cuda.current_device()
+    ways = [
+        _way(("one", index, form, aligned, merge), False)
+        for aligned in (True, False)
+        for merge in (True, False)
+    ]
+    return None not in ways
+
+
 _Variant = tuple[str, int, Format, bool, bool]
-_KERNELS: dict[_Variant, Any] = {}
+_KERNELS: dict[_Variant, Entry] = {}
 _BROKEN: list[Exception] = []
 
 
-def _launch(jit: Any, variant: _Variant, programs: int, form: Format, *args: Any) -> bool:
-    """Run a kernel on the current stream: the one kept for this variant, or a new one.
+def _way(variant: _Variant, capturing: bool) -> Entry | None:
+    """How to launch a variant of a kernel, which is compiled where it was not yet.
 
-    False if it did not run: Triton may be installed where it cannot work, as without a C compiler
-    or on a GPU it does not know. That is said once, and torch does the work from then on.
+    None if it cannot be: Triton may be installed where it cannot work, as without a C compiler or
+    on a GPU it does not know. That is said once, and torch does the work from then on.
     """
-    kernel = _KERNELS.get(variant)
-    try:
-        if kernel is None:
-            options = {"LANES": _LANES, "F": form, "num_warps": _WARPS}
-            _KERNELS[variant] = jit[(programs,)](*args, **options)
+    way = _KERNELS.get(variant)
+    if way is None and not capturing and not _BROKEN:
+        try:
+            way = _KERNELS[variant] = _compiled(variant)
+        except Exception as error:
+            _BROKEN.append(error)
+            why = str(error).partition("\n")[0]
+            warnings.warn(
+                f"Triton could not run a summary ({type(error).__name__}: {why}). "
+                "Torch does it instead: the same numbers, more slowly.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    return way
+
+
+def _compiled(variant: _Variant) -> Entry:
+    """A kernel, compiled by summing up a tensor of one element."""
+    kind, index, form, aligned, merge = variant
+    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+    with torch.inference_mode(False), torch.no_grad(), _on(index):
+        row = torch.zeros(1, WIDTH, dtype=torch.float64, device=device)
+        raw = torch.zeros(64, dtype=torch.uint8, device=device).view(form.torch)
+        one = raw if aligned else raw[1:]
+        parts = torch.zeros(PARTIAL, dtype=torch.float64, device=device)
+        counters = torch.zeros(1, dtype=torch.int32, device=device)
+        ways = (_LANES, form, merge)
+        if kind == "one":
+            jit, args = kernels.accumulate_one, [parts, 1, counters, 1, 1, 0, *ways, one, row]
         else:
-            plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-            kernel[(programs, 1, 1)](*plain, _LANES, form, stream=_stream(variant[1]))
-    except Exception as error:
-        _BROKEN.append(error)
-        why = str(error).partition("\n")[0]
-        warnings.warn(
-            f"Triton could not run a summary ({type(error).__name__}: {why}). "
-            "Torch does it instead: the same numbers, more slowly.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return False
-    return True
+            table = [0, one.data_ptr(), 1, 0, 1, 0]
+            entries = torch.tensor(table).pin_memory() if index >= 0 else torch.tensor(table)
+            entries = entries.to(device, non_blocking=True)
+            jit, args = kernels.accumulate_many, [parts, 1, counters, 1, *ways, entries, row]
+        return entry(jit, 1, _stream(index), args, num_warps=_WARPS)
+
+
+def _on(index: int) -> Any:
+    return torch.cuda.device(index) if index >= 0 else nullcontext()
+
+
+def _at(tensor: torch.Tensor) -> Any:
+    """A tensor as a kernel gets it: by its address; the interpreter wants to see it."""
+    return tensor if INTERPRETED else tensor.data_ptr()
+
+
+def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
+    """How many programs read a tensor of this size, and how many tiles each of them."""
+    tile = _LANES * (128 // form.bits)
+    tiles = -(-size // (tile * _most_programs(index)))
+    return -(-size // (tile * tiles)), tiles
 
 
 def _is_row(row: torch.Tensor, index: int) -> bool:
@@ -168,32 +252,53 @@ def _stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index)) if index >= 0 else 0
 
 
-_SCRATCH: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_Scratch = tuple[torch.Tensor, torch.Tensor]
+_SCRATCH: dict[tuple[int, int], _Scratch] = {}
+_WIDE_SCRATCH: dict[tuple[int, int], _Scratch] = {}
 
 
-def _scratch(
-    index: int, programs: int, tensors: int, *, fresh: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for partials, and counters that are zero between launches: the last program sees to it.
+def _scratch(index: int, stream: int | None = None) -> _Scratch:
+    """Room for the partials of a tensor, and a counter that is 0 between launches.
 
-    Kept for the current stream, since launches on one stream do not overlap. A graph may be
-    replayed on any stream beside any other, so a captured launch gets its own.
+    The last program sees to that. Kept for the stream, since launches on one do not overlap, and
+    forever, since its address is bound into launches.
     """
+    key = (index, _stream(index) if stream is None else stream)
+    kept = _SCRATCH.get(key)
+    if kept is None:
+        there: Any = nullcontext()
+        if key[1] != _stream(index):
+            there = torch.cuda.stream(
+                torch.cuda.ExternalStream(key[1], torch.device("cuda", index))
+            )
+        with there:
+            kept = _SCRATCH[key] = _own_scratch(index, _most_programs(index))
+    return kept
+
+
+def _wide_scratch(index: int, programs: int, tensors: int) -> _Scratch:
+    """The same for many tensors, as large as was ever wanted on this stream."""
     key = (index, _stream(index))
-    kept = None if fresh else _SCRATCH.get(key)
-    if kept is not None and kept[0].numel() >= programs * PARTIAL and kept[1].numel() >= tensors:
-        return kept
+    kept = _WIDE_SCRATCH.get(key)
+    if kept is None or kept[0].numel() < programs * PARTIAL or kept[1].numel() < tensors:
+        programs, tensors = max(programs, 1 << 12), max(tensors, 256)
+        if kept is not None:
+            programs, tensors = (
+                max(programs, kept[0].numel() // PARTIAL),
+                max(tensors, kept[1].numel()),
+            )
+        kept = _WIDE_SCRATCH[key] = _own_scratch(index, programs, tensors)
+    return kept
+
+
+def _own_scratch(index: int, programs: int, tensors: int = 1) -> _Scratch:
+    """A graph may be replayed on any stream beside any other, so a captured launch has its own."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    if not fresh:
-        programs, tensors = max(programs, _most_programs(index)), max(tensors, 256)
     with torch.inference_mode(False):
-        scratch = (
+        return (
             torch.empty(programs * PARTIAL, dtype=torch.float64, device=device),
             torch.zeros(tensors, dtype=torch.int32, device=device),
         )
-    if not fresh:
-        _SCRATCH[key] = scratch
-    return scratch
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +338,8 @@ def _plan(index: int, tensors: Sequence[torch.Tensor]) -> tuple[list[_Group], li
             left.append(i)
         elif size := seen[0].numel():
             members.setdefault(seen[2], []).append((seen[0].data_ptr(), size, i))
+        else:
+            left.append(i)
     found = [_group(index, form, some) for form, some in members.items()], left
     _PLANS[key] = found
     if len(_PLANS) > _PLANS_KEPT:
