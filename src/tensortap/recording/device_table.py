@@ -98,8 +98,11 @@ class DeviceTable:
                 self._put_rows([line], row, ticket.ready, sketches=sketches)
 
     def send(self) -> None:
-        """Let the rows come over; the caller holds the lock. The next ones begin at 0 again."""
-        if not self.used:
+        """Let the rows come over; the caller holds the lock. The next ones begin at 0 again.
+
+        Not while somebody captures the stream into a graph: then they come when that is done.
+        """
+        if not self.used or self._captured():
             return
         lines, self.lines, used, self.used = self.lines, [], self.used, 0
         late = [ticket.sketch for ticket in self._open if ticket.sketch is not None]
@@ -114,6 +117,12 @@ class DeviceTable:
             last = first + len(group)
             here = {at - first: known[at] for at in range(first, last) if at in known}
             self._put_rows(group, host[first:last], ready, sketches=here)
+
+    def _captured(self) -> bool:
+        if self.stream is None:
+            return False
+        with torch.cuda.stream(self.stream):
+            return torch.cuda.is_current_stream_capturing()
 
     def _copy(
         self, used: int, sketches: Sequence[torch.Tensor]
