@@ -1,0 +1,231 @@
+"""Makes docs/devices.md: records one model on two devices, compares, writes tables and pictures.
+
+    python tools/devices.py --measure [--tiny] [--runs DIR] [--json FILE]
+    python tools/devices.py                                       # the page, from the JSON
+
+The first command records every mode of recipes/devices/llama.py and every fault, compares them,
+and writes what it found to docs/devices.json; without a GPU it says so and measures the modes of
+the CPU, into a file that --json names. The second needs no GPU: it draws the pictures and writes
+the tables between the marks of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "recipes" / "devices")]
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the processes that we start
+
+import tensortap as tap  # noqa: E402
+
+SPEC = f"{ROOT / 'recipes' / 'devices' / 'llama.py'}:build"
+DATA = ROOT / "docs" / "devices.json"
+REFERENCE, TRUTH, COMPILED = "cpu-fp32", "cpu-fp64", "gpu-compiled"
+COLUMNS = (
+    "layer",
+    "verdict",
+    "error",
+    "cosine_distance",
+    "max_abs",
+    "floor",
+    "floor_ratio",
+    "reference_error",
+    "candidate_error",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two runs to compare, a floor, and what it is asked for."""
+
+    name: str
+    reference: str
+    candidate: str
+    floor: str | None = None
+    truth: str | None = None
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        return tuple(run for run in (self.reference, self.candidate, self.floor, self.truth) if run)
+
+
+QUESTIONS = (
+    Question("order", REFERENCE, "cpu-order", truth=TRUTH),
+    Question("threads", REFERENCE, "cpu-1-thread"),
+    Question("cpu-bf16", REFERENCE, "cpu-bf16", "cpu-order", TRUTH),
+    Question("gpu-fp32", REFERENCE, "gpu-fp32", "cpu-order", TRUTH),
+    Question("gpu-fp32, no floor", REFERENCE, "gpu-fp32"),
+    Question("repeat", "gpu-fp32", "gpu-repeat"),
+    Question("gpu-compiled", REFERENCE, COMPILED, "cpu-order", TRUTH),
+    Question("compiled and eager", "gpu-fp32", COMPILED, "cpu-order"),
+    Question("gpu-tf32", REFERENCE, "gpu-tf32", "cpu-order", TRUTH),
+    Question("gpu-tf32, no floor", REFERENCE, "gpu-tf32"),
+    Question("gpu-bf16", REFERENCE, "gpu-bf16", "cpu-order", TRUTH),
+    Question("gpu-bf16, bf16 floor", REFERENCE, "gpu-bf16", "cpu-bf16"),
+    Question("gpu-bf16, no floor", REFERENCE, "gpu-bf16"),
+)
+# A fault is looked for in each of these modes, beside the floor that forgives the mode and no more.
+FLOORS = {"gpu-fp32": "cpu-order", "gpu-tf32": "gpu-tf32", "gpu-bf16": "gpu-bf16"}
+FLOORS_WITHOUT = {"cpu-fp32": "cpu-order", "cpu-bf16": "cpu-bf16"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--measure", action="store_true", help="record and compare, write the JSON")
+    parser.add_argument("--tiny", action="store_true", help="a model of 4 small blocks")
+    parser.add_argument("--runs", type=Path, help="keep the recordings here")
+    parser.add_argument("--json", type=Path, default=DATA, help="default: docs/devices.json")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    given = parser.parse_args()
+    if not given.measure:
+        import devices_page
+
+        devices_page.write(json.loads(given.json.read_text()))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        runs = given.runs or Path(folder)
+        found = measure(runs, given.tiny, given.jobs)
+    if "gpu-fp32" not in found["modes"] and given.json == DATA:
+        sys.exit("Without a GPU docs/devices.json stays as it is. Name another file with --json.")
+    given.json.write_text(json.dumps(found, separators=(",", ":")).replace('},{"', '},\n{"') + "\n")
+    say(f"{given.json}: {len(found['comparisons'])} comparisons, {len(found['faults'])} faults")
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def measure(runs: Path, tiny: bool, jobs: int) -> dict[str, Any]:
+    """Everything that the page tells: recordings in `runs`, numbers in what is returned."""
+    import llama
+    import torch
+
+    gpu = torch.cuda.is_available()
+    if not gpu:
+        said = ", ".join(llama.MODE_GROUPS["gpu"])
+        say(f"torch {torch.__version__} sees no CUDA device: {said} are left out.")
+    began = time.perf_counter()
+    sets = ["tiny=true"] if tiny else []
+    compiled = compile_aside(runs, sets) if gpu else None  # which takes longer than all the rest
+    wanted = [m for m in llama.MODES if m != COMPILED and (gpu or m.startswith("cpu"))]
+    done = {row.mode: row.seconds for row in record(runs, wanted, sets)}
+    floors = FLOORS if gpu else FLOORS_WITHOUT
+    for fault in llama.FAULTS:
+        record(runs / "faults" / fault, list(floors), [*sets, f"fault={fault}"])
+    if compiled is not None and compiled.wait() == 0:
+        done[COMPILED] = time.perf_counter() - began
+    say(f"{time.perf_counter() - began:.0f} s: recorded {', '.join(done)}")
+    asked = [q for q in QUESTIONS if set(q.runs) <= set(done)]
+    looked = [
+        Question(f"{fault}/{mode}", REFERENCE, f"faults/{fault}/{mode}", floor)
+        for fault in llama.FAULTS
+        for mode, given in floors.items()
+        for floor in (given, None)
+    ]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, jobs), mp_context=spawn) as pool:
+        answers = list(pool.map(answer, [(runs, q) for q in (*asked, *looked)]))
+    say(f"{time.perf_counter() - began:.0f} s: compared")
+    return {
+        "machine": machine(runs, done),
+        "seconds": round(time.perf_counter() - began, 1),
+        "size": tap.open(runs / REFERENCE).manifest.target.get("config"),
+        "modes": {mode: round(seconds, 2) for mode, seconds in done.items()},
+        "columns": COLUMNS,
+        "comparisons": answers[: len(asked)],
+        "faults": [fault_row(found, llama, tiny) for found in answers[len(asked) :]],
+    }
+
+
+def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
+    made = tap.record_modes(
+        SPEC, folder, modes=list(modes), layers="all", inputs=True, overwrite=True, sets=list(sets)
+    )
+    if not made:
+        sys.exit(str(made))
+    return made.modes
+
+
+def compile_aside(runs: Path, sets: Sequence[str]) -> subprocess.Popen[bytes]:
+    """The compiled mode by the command, in a process of its own, while the others are recorded."""
+    options = [word for text in sets for word in ("--set", text)]
+    words = ["record", SPEC, "--mode", COMPILED, "-o", str(runs / COMPILED), *options]
+    words += ["--layers", "all", "--inputs", "--overwrite"]
+    return subprocess.Popen([sys.executable, "-m", "tensortap", *words], stdout=subprocess.DEVNULL)
+
+
+def answer(asked: tuple[Path, Question]) -> dict[str, Any]:
+    """One comparison, as the page needs it; runs in a process of its own."""
+    runs, q = asked
+    found = tap.compare(
+        runs / q.reference,
+        runs / q.candidate,
+        floor=None if q.floor is None else runs / q.floor,
+        truth=None if q.truth is None else runs / q.truth,
+    )
+    first = found.first_divergence
+    return {
+        "name": q.name,
+        "reference": q.reference,
+        "candidate": q.candidate,
+        "floor": q.floor,
+        "truth": q.truth,
+        "same": found.same,
+        "counts": found.counts,
+        "sentence": found.sentence.replace(f"{runs}/", ""),
+        "first": None if first is None else first.layer,
+        "origin": None if first is None else first.origin,
+        "causes": [] if first is None else [str(cause) for cause in first.causes],
+        "differs": [[item.name, item.reference, item.candidate] for item in found.environment],
+        "warnings": [text.replace(f"{runs}/", "") for text in found.warnings],
+        "notes": [text.replace(f"{runs}/", "") for text in found.notes],
+        "rows": [[value(row, name) for name in COLUMNS] for row in found.layers],
+    }
+
+
+def value(row: Any, name: str) -> Any:
+    if name in ("cosine_distance", "max_abs"):
+        found = None if row.difference is None else getattr(row.difference, name)
+    else:
+        found = getattr(row, name)
+    if not isinstance(found, float):
+        return found
+    return None if math.isnan(found) else float(f"{found:.4g}") if math.isfinite(found) else "inf"
+
+
+def fault_row(found: dict[str, Any], llama: Any, tiny: bool) -> dict[str, Any]:
+    """What a comparison says of a planted fault; of its rows, that of the layer and the last."""
+    fault, mode = found["name"].split("/")
+    layer = llama.FAULTS[fault](llama.Model(llama.TINY if tiny else llama.Size()))
+    rows = [row for row in found["rows"] if row[0] in (layer, "")]
+    return {**found, "fault": fault, "mode": mode, "layer": layer, "rows": rows}
+
+
+def machine(runs: Path, done: dict[str, float]) -> dict[str, Any]:
+    """What the recordings say of where they were made, and the processor's name."""
+    manifest = tap.open(runs / ("gpu-fp32" if "gpu-fp32" in done else REFERENCE)).manifest
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), cpu)
+    return {"torch": manifest.torch, "cpu": cpu, **manifest.environment}
+
+
+if __name__ == "__main__":
+    main()
