@@ -17,6 +17,7 @@ of the ratios within rounds, with quartiles. A forward is timed until the device
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -30,6 +31,7 @@ import time
 import traceback
 import warnings
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,8 @@ def where(setting: Setting) -> dict[str, str]:
     """Which machine and which versions."""
     name = torch.cuda.get_device_name() if setting.cuda else "CPU"
     try:
-        import triton
-
-        own = str(triton.__version__)
-    except ImportError:
+        own = version("triton")
+    except PackageNotFoundError:
         own = "none"
     cores = os.cpu_count()
     model = "a tiny model" if setting.tiny else "62 layers, hidden 3072, 6.3 B parameters, bf16"
@@ -92,11 +92,15 @@ def run_part(name: str, setting: Setting) -> list[Table]:
     """One part; what goes wrong in it is a table that says so, and no end of the others."""
     module, function = PARTS[name]
     try:
-        found: list[Table] = getattr(importlib.import_module(module), function)(setting)
+        part = importlib.import_module(module)
+        gc.freeze()  # modules and classes stay: collecting between rounds need not look at them
+        found: list[Table] = getattr(part, function)(setting)
     except Exception as error:
         traceback.print_exc()
         return [Table(name, (), (), (f"not available: {why(error)}",))]
     finally:
+        gc.unfreeze()
+        gc.collect()
         if setting.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -110,7 +114,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     scratch = Path(tempfile.mkdtemp(prefix="tensortap-gpu-", dir=options.disk))
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else scratch
     memory = Path(tempfile.mkdtemp(prefix="tensortap-gpu-", dir=shared))
-    setting = Setting(device, options.tiny, scratch, memory)
+    only = tuple(name.replace("x", " x ") for name in options.shapes or ())
+    setting = Setting(device, options.tiny, scratch, memory, only)
     result: dict[str, Any] = {"where": where(setting), "parts": {}, "seconds": {}}
     try:
         for name in options.only or PARTS:
@@ -136,6 +141,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
+    parser.add_argument("--shapes", nargs="+", help="of forwards, such as 1x128; else all three")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to record to")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")

@@ -46,11 +46,12 @@ SHAPES = (
     Shape(1, 2048, repeat=2, budget=4 << 30),
     Shape(8, 2048, budget=16 << 30),
 )
-TINY_SHAPES = (Shape(1, 8), Shape(2, 16))
+TINY_SHAPES = (Shape(2, 8, repeat=2),)
 
 
 def shapes(setting: Setting) -> tuple[Shape, ...]:
-    return TINY_SHAPES if setting.tiny else SHAPES
+    every = TINY_SHAPES if setting.tiny else SHAPES
+    return tuple(shape for shape in every if not setting.only or shape.name in setting.only)
 
 
 def build(setting: Setting, layers: int | None = None) -> nn.Module:
@@ -67,7 +68,7 @@ def build(setting: Setting, layers: int | None = None) -> nn.Module:
         "max_position_embeddings": 8192,
     }
     if setting.tiny:
-        size |= {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
+        size |= {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
         size |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
     if layers is not None and not setting.tiny:
         size["num_hidden_layers"] = layers

@@ -95,7 +95,7 @@ def _judged(tables: Iterable[Table]) -> list[str]:
                     )
     if not met and not missed:
         return []
-    lines = [f"Of {met + len(missed)} aims {met} are met."]
+    lines = [f"Of {met + len(missed)} aims {met} {'is' if met == 1 else 'are'} met."]
     if missed:
         lines[0] += f" Missed: {'; '.join(missed)}."
     return lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ import torch
 
 from timing import Timings, interleave
 
-__all__ = ["Cell", "Measured", "Row", "Setting", "Table", "attempt", "measure", "why"]
+__all__ = ["Cell", "Measured", "Row", "Setting", "Table", "attempt", "measure", "progress", "why"]
 
 MORE_IS_BETTER = ("TB/s", "GB/s")
 
@@ -82,6 +82,7 @@ class Setting:
     tiny: bool
     disk: Path
     memory: Path
+    only: tuple[str, ...] = ()  # shapes such as "1 x 128"; none: all
 
     @property
     def cuda(self) -> bool:
@@ -90,6 +91,10 @@ class Setting:
     def aim(self, value: float) -> float | None:
         """Aims are for the H200 and the large model."""
         return None if self.tiny or not self.cuda else value
+
+    def seconds(self, value: float) -> float:
+        """How long to measure; a tiny run only shows that it runs."""
+        return 0.03 if self.tiny else value
 
     def wait(self) -> None:
         if self.cuda:
@@ -142,6 +147,11 @@ class Measured:
         )
 
 
+def progress(text: str) -> None:
+    """How far it is, beside the tables."""
+    print(f"  {text}", file=sys.stderr, flush=True)
+
+
 def why(error: BaseException) -> str:
     """An error in one line, for a table."""
     lines = str(error).strip().splitlines() or [""]
@@ -186,8 +196,6 @@ def measure(
             usable[name] = call
             found.first[name] = took[0]
             expected += took[-1] * repeat
-    gc.collect()
-    gc.freeze()  # what is there now stays: collecting between rounds need not look at it
     found.rounds = max(least, min(most, int(seconds / expected) if expected else most))
     try:
         found.timings = interleave(
@@ -195,8 +203,6 @@ def measure(
         )
     except Exception as error:
         found.lost.update(dict.fromkeys(usable, why(error)))
-    finally:
-        gc.unfreeze()
     return found
 
 

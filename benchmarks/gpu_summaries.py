@@ -9,7 +9,7 @@ from torch import nn
 
 import gpu_naive as naive
 from gpu_model import Forward, Shape, blocks, build, linears, shapes, tokens, twin
-from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure
+from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure, progress
 from gpu_recorded import SAME, Recorded, checked, closed, hooked, in_columns
 
 __all__ = ["summaries"]
@@ -64,14 +64,15 @@ def summaries(setting: Setting) -> list[Table]:
         }
         quick[shape.name] = measure(
             variants,
-            seconds=0.3 if setting.tiny else 14,
+            seconds=setting.seconds(14),
             repeat=shape.repeat,
             lost=missing,
             after={name: own.settle for name, own in recorded.items() if name in variants},
         )
         others = {name: Forward(setting, tree, ids) for name, tree in slow.items()}
+        progress(f"{shape.name}: {quick[shape.name].rounds} rounds")
         naives[shape.name] = measure(
-            {"plain": plain, **others}, seconds=0.2 if setting.tiny else 4, warm=1, most=5, least=2
+            {"plain": plain, **others}, seconds=setting.seconds(4), warm=1, most=5, least=2
         )
     notes = [SAME, *closed(recorded)]
     for name in recorded:
@@ -138,6 +139,6 @@ def _read_speed(setting: Setting) -> float:
             x.sum()
         setting.wait()
 
-    found = measure({"read": read}, seconds=0.3, most=9)
+    found = measure({"read": read}, seconds=setting.seconds(0.3), most=9)
     assert found.timings is not None
     return 10 * x.numel() * 4 / found.timings.median("read")

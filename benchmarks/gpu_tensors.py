@@ -13,7 +13,7 @@ from torch import nn
 
 import gpu_naive as naive
 from gpu_model import Forward, Shape, blocks, build, linears, shapes, tokens, twin
-from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure
+from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure, progress
 from gpu_recorded import SAME, Recorded, checked, hooked, in_columns
 
 __all__ = ["recording"]
@@ -36,7 +36,7 @@ def recording(setting: Setting) -> list[Table]:
         ids = tokens(setting, shape)
         plain = Forward(setting, model, ids)
         slow = {"plain": plain, "copying": Forward(setting, copied, ids)}
-        brief = 0.2 if setting.tiny else 4
+        brief = setting.seconds(4)
         found[shape.name, "slow"] = measure(slow, seconds=brief, warm=1, most=5, least=1)
         for place, folder in places.items():
             others = {"again": Forward(setting, model, ids)}
@@ -48,6 +48,7 @@ def recording(setting: Setting) -> list[Table]:
                     setting, trees[place], path, shape, plain, others, dict(lost)
                 )
                 notes += [f"{shape.name} to {place}: {text}" for text in said]
+                progress(f"{shape.name} to {place}: {found[shape.name, place].rounds} rounds")
             finally:
                 shutil.rmtree(path, ignore_errors=True)
     pool = ", ".join(f"{s.name}: {s.budget / (1 << 30):g} GiB" for s in columns)
@@ -79,7 +80,7 @@ def _record_to(
     try:
         found = measure(
             {"plain": plain, **kept},
-            seconds=0.3 if setting.tiny else 20 if large else 8,
+            seconds=setting.seconds(20 if large else 8),
             most=4 if large else 11,
             warm=1 if large else 2,
             repeat=shape.repeat,
@@ -162,6 +163,6 @@ def _write_speed(setting: Setting, folder: Path) -> Cell:
                 file.write(data)
             os.fsync(file.fileno())
 
-    found = measure({"write": write}, seconds=4, most=3, least=2, warm=1)
+    found = measure({"write": write}, seconds=setting.seconds(4), most=3, least=2, warm=1)
     path.unlink(missing_ok=True)
     return found.speed("write", count * len(data), "GB/s")
