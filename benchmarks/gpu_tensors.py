@@ -70,6 +70,7 @@ def _record_to(
     lost: dict[str, str],
 ) -> tuple[Measured, Cell, list[str]]:
     """Forwards recorded to one place: their times, and bytes a second until all is written."""
+    before = _peak(plain)
     own = attempt(lambda: Recorded(setting, tree, path, budget=shape.budget), lost, "ours")
     if own is None:
         return Measured(lost=lost), Cell(missing=lost["ours"]), []
@@ -87,6 +88,7 @@ def _record_to(
             after={"ours": own.settle},
             lost=lost,
         )
+        more = 0 if "ours" in found.lost else _peak(kept["ours"]) - before
     finally:
         lost_later: dict[str, str] = {}
         attempt(own.close, lost_later, "ours")
@@ -100,7 +102,19 @@ def _record_to(
     took = own.until_written[-found.rounds :]
     speed = Cell(nbytes / statistics.median(took) / 1e9, unit="GB/s")
     first = kept["ours"].first
-    return found, speed, [f"once, the first forward took {first:.2f} s (pinning, kernels)."]
+    said = f"once, the first forward took {first:.2f} s (pinning, kernels)"
+    if setting.cuda:
+        said += f"; {more / 1e6:.0f} MB of device memory beside the plain forward's"
+    return found, speed, [f"{said}."]
+
+
+def _peak(forward: Forward) -> int:
+    """The most memory of the device that a forward takes, with what was there before."""
+    if not forward.setting.cuda:
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    forward()
+    return torch.cuda.max_memory_allocated()
 
 
 def _tensor_table(
