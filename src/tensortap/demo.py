@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .errors import OptionError
 from .targets import Target
+from .targets.options import parse_device
 
 __all__ = ["BUG_GAIN", "BUG_LAYER", "MODES", "MODE_GROUPS", "DemoModel", "Int8Linear", "build"]
 
@@ -204,6 +205,7 @@ def build(
         if value < 1:
             raise OptionError(f"{name} is {value}, expected a whole number from 1.")
     mode = _mode(mode, dtype)
+    device = str(parse_device(str(device)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DemoModel()

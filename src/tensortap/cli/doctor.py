@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .common import JsonOption, print_json, say
@@ -42,11 +43,18 @@ def doctor(json: JsonOption = False) -> None:
         if extra["missing"]:
             what = f"missing {', '.join(extra['missing'])}; install with: {extra['install']}"
         say(f"{'extra ' + name:<14} {what}; for {extra['purpose']}")
-    devices = facts["cuda"]["devices"]
-    for index, device in enumerate(devices):
-        say(f"{f'cuda:{index}':<14} {device['name']}, {device['memory_gib']:.0f} GiB")
-    if not devices:
-        say(f"{'cuda':<14} no device")
+    cuda = facts["cuda"]
+    for index, device in enumerate(cuda["devices"]):
+        room = f"{device['memory_gib']:.0f} GiB, {device['free_gib']:.0f} free"
+        say(f"{f'cuda:{index}':<14} {device['name']}, {room}")
+    if not cuda["devices"]:
+        say(f"{'cuda':<14} no device: {cuda['why']}")
+    for name, purpose in (("triton", "kernels"), ("pinned", "copies from pinned memory")):
+        part = cuda[name]
+        version = f"{part['version']}, " if part.get("version") else ""
+        if part["works"] is not None:
+            state = "work" if part["works"] else f"do not work: {part['why']}"
+            say(f"{name:<14} {version}{purpose} {state}")
 
 
 def _examine() -> dict[str, Any]:
@@ -95,16 +103,77 @@ def _extra(name: str, packages: tuple[str, ...]) -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     import torch
 
-    if not torch.cuda.is_available():
-        return {"version": torch.version.cuda, "devices": []}
-    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    from ..targets.options import missing_cuda
+
+    why = missing_cuda(torch.device("cuda"))
+    triton = _version("triton")
+    if why:
+        absent = {"works": None, "why": "there is no CUDA device"}
+        return {
+            "version": torch.version.cuda,
+            "devices": [],
+            "why": why,
+            "triton": {"version": triton, **absent},
+            "pinned": absent,
+        }
     return {
         "version": torch.version.cuda,
-        "devices": [
-            {"name": p.name, "memory_gib": p.total_memory / 2**30, "capability": [p.major, p.minor]}
-            for p in properties
-        ],
+        "devices": [_device(index) for index in range(torch.cuda.device_count())],
+        "why": "",
+        "triton": {"version": triton, **_attempt(_kernels)},
+        "pinned": _attempt(_pinned),
     }
+
+
+def _device(index: int) -> dict[str, Any]:
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "name": found.name,
+        "memory_gib": found.total_memory / 2**30,
+        "free_gib": torch.cuda.mem_get_info(index)[0] / 2**30,
+        "capability": [found.major, found.minor],
+    }
+
+
+def _attempt(part: Callable[[], str]) -> dict[str, Any]:
+    """Whether a part works; it says why not, or fails."""
+    try:
+        why = part()
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return {"works": not why, "why": why}
+
+
+def _kernels() -> str:
+    """Why no kernel of ours sums up a tensor on the device; empty where one does."""
+    import torch
+
+    from ..numerics.device import empty_rows
+
+    try:
+        from ..numerics import triton_summary
+    except ImportError as error:
+        return f"{error}. CUDA tensors are summed up by torch alone, which is slower"
+    values = torch.arange(1000.0, device="cuda")
+    row = empty_rows(1, values.device)[0]
+    if not triton_summary.accumulate(values, row):
+        return "the kernels do not take a plain float32 tensor"
+    found = row.cpu()
+    return (
+        "" if found[0] == 1000 and abs(found[7] - 499.5) < 1e-6 else "a kernel gives wrong numbers"
+    )
+
+
+def _pinned() -> str:
+    """Why a copy from pinned memory is not what was copied; empty where it is."""
+    import torch
+
+    given = torch.arange(1 << 16).pin_memory()
+    there = given.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    return "" if torch.equal(there.cpu(), given) else "what came over is not what was sent"
 
 
 def _yes(value: object) -> str:

@@ -59,6 +59,11 @@ class Carrier(Place):
         self._no_room = 0
         self._unsuited: dict[str, None] = {}
 
+    @property
+    def held(self) -> int:
+        """How many bytes are on the device, or on their way to it."""
+        return self._bytes
+
     def tensor(self, record: Record) -> torch.Tensor:
         if not record.stored or not record.nbytes:
             return record.tensor().to(self.device)

@@ -83,10 +83,11 @@ def device_of(device: Device | None) -> torch.device | None:
     try:
         torch.zeros(1, dtype=torch.float64, device=found).sum().item()
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        what = "holds no values" if found.type == "meta" else "has no float64"
+        why = "has no float64, in which differences are taken"
+        if found.type == "meta":
+            why = "holds no values that could be compared"
         raise OptionError(
-            f"The device {str(device)!r} {what}, and differences are taken in float64. Compare on "
-            "the CPU: leave --device out."
+            f"The device {str(device)!r} {why}. Leave --device out to compare on the CPU."
         ) from error
     if found.type == "cuda" and str(found) == "cuda":
         found = torch.device("cuda", torch.cuda.current_device())

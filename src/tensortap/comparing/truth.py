@@ -249,11 +249,15 @@ def _rows(tensor: torch.Tensor, rows: tuple[int, int] | None) -> torch.Tensor:
 
 def _where_known(triple: _Tensors) -> _Tensors:
     """The values of three tensors where the truth is a number: it knows nothing of the others."""
-    finite = triple[2].isfinite()
-    if bool(finite.all()):
-        return triple
-    left, right, true = (tensor[finite] for tensor in triple)
+    wide = [_wide(tensor) for tensor in triple]
+    finite = wide[2].isfinite()
+    left, right, true = (tensor[finite] for tensor in wide)
     return left, right, true
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight bits as more of them: torch asks narrower floats for nothing."""
+    return tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _near(triples: Callable[[], Iterator[_Tensors]]) -> tuple[Nearness, bool]:
@@ -261,12 +265,13 @@ def _near(triples: Callable[[], Iterator[_Tensors]]) -> tuple[Nearness, bool]:
     whole: list[bool] = []
     own, holes, known = 0.0, False, False
     for *_, true in triples():
-        finite = true.isfinite()
+        wide = _wide(true)
+        finite = wide.isfinite()
         whole.append(bool(finite.all()))
         if bool(finite.any()):
             known = True
             own = max(own, roundoff(str(true.dtype).removeprefix("torch.")))
-        holes = holes or (not whole[-1] and bool(true.isnan().any()))
+        holes = holes or (not whole[-1] and bool(wide.isnan().any()))
     if not known:
         return UNKNOWN, holes
 

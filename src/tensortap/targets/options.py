@@ -15,7 +15,7 @@ import torch
 
 from ..errors import OptionError, TargetError
 
-__all__ = ["DTYPES", "arguments", "given", "parse_device", "parse_dtype", "takes"]
+__all__ = ["DTYPES", "arguments", "given", "missing_cuda", "parse_device", "parse_dtype", "takes"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -49,13 +49,14 @@ def parse_device(text: str, instead: str = "") -> torch.device:
     except RuntimeError as error:
         known = "torch knows no such device. Name cpu, cuda, or cuda:1 for the second GPU."
         raise OptionError(_unusable(text, known, instead)) from error
-    missing = _missing_cuda(device) if device.type == "cuda" else ""
+    missing = missing_cuda(device) if device.type == "cuda" else ""
     if missing:
         raise OptionError(_unusable(text, missing, instead))
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
+        said = str(error).strip().split(". ")[0].splitlines()[0].rstrip(".")
+        reason = f"torch {torch.__version__} says: {said}."
         raise OptionError(_unusable(text, reason, instead)) from error
     return device
 
@@ -66,7 +67,7 @@ def _unusable(text: str, reason: str, instead: str) -> str:
     )
 
 
-def _missing_cuda(device: torch.device) -> str:
+def missing_cuda(device: torch.device) -> str:
     """Why there is no such CUDA device, and what to do; empty where there is."""
     if torch.version.cuda is None and torch.version.hip is None:
         return (
