@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Arena", "Buffer"]
+import torch
+
+__all__ = ["Arena", "Buffer", "size_class"]
 
 _PAGE = 4096
 _HUGE = 1 << 21
@@ -26,9 +28,17 @@ class Buffer:
     memory: mmap.mmap
     address: int
     capacity: int
+    pinned: bool = False  # a device may write to it by itself
+    _bytes: torch.Tensor | None = None
+
+    def bytes(self) -> torch.Tensor:
+        """All of it as a tensor."""
+        if self._bytes is None:
+            self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        return self._bytes
 
 
-def _size_class(nbytes: int) -> int:
+def size_class(nbytes: int) -> int:
     """Round up to an eighth of an octave, so that layers of about one size share buffers."""
     if nbytes <= _PAGE:
         return _PAGE
@@ -43,12 +53,16 @@ class Arena:
         self.limit = limit
         self.owned = 0
         self.idle = 0
+        self.release: Callable[[Buffer], None] | None = None  # called before memory goes back
         self._free: dict[int, list[Buffer]] = {}
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int, *, alive: Callable[[], bool]) -> Buffer | None:
-        """A buffer of at least `nbytes` once the limit allows; None when `alive` turns false."""
-        size = _size_class(nbytes)
+    def take(self, nbytes: int, *, alive: Callable[[], bool], wait: bool = True) -> Buffer | None:
+        """A buffer of at least `nbytes` once the limit allows; None when `alive` turns false.
+
+        Without `wait`, None also where the limit does not allow it now.
+        """
+        size = size_class(nbytes)
         with self._changed:
             while True:
                 found = self._find(size)
@@ -59,7 +73,7 @@ class Arena:
                 if self.owned + size <= self.limit or self.owned == 0:
                     self.owned += size
                     break
-                if not alive():
+                if not wait or not alive():
                     return None
                 self._changed.wait(0.1)
         return _map(size)
@@ -96,7 +110,9 @@ class Arena:
     def _drop_free(self, nbytes: int) -> None:
         for size in sorted(self._free, reverse=True):
             while self._free[size] and nbytes > 0:
-                self._free[size].pop()
+                buffer = self._free[size].pop()
+                if self.release is not None:
+                    self.release(buffer)
                 self.owned -= size
                 self.idle -= size
                 nbytes -= size

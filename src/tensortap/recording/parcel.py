@@ -65,6 +65,8 @@ class Parcel:
 
     With `ready`, buffer and table are complete only once it has been waited for, which is for the
     writer's thread to do. With `present_only`, lines whose summary counts nothing are left out.
+    With `rows_at`, the entries come from a device: their digests are not taken yet, and their
+    summaries stand in the buffer from there on, or are not made yet (-1).
     """
 
     buffer: Buffer | None = None
@@ -80,6 +82,7 @@ class Parcel:
     done: threading.Event | None = None
     ready: Ready | None = None
     present_only: bool = False
+    rows_at: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.lines)

@@ -10,6 +10,7 @@ import contextlib
 import queue
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..numerics import memory as host_memory
 from ..numerics.summary import WIDTH, Summary
 from .arena import Arena
-from .dtypes import storage_of
+from .cuda import relax_captures
+from .dtypes import from_bytes, storage_of
 from .output import PAGE, SegmentOutput
 from .parcel import Broken, Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
@@ -28,13 +31,17 @@ from .schema import Site
 from .segment import ALIGNMENT, tensor_id
 from .store import Store
 
-__all__ = ["REMEMBERED", "Spool"]
+__all__ = ["REMEMBERED", "Key", "Spool"]
+
+Key = tuple[bytes, int, torch.dtype]
+"""What tells contents apart: (digest, bytes, dtype)"""
 
 REMEMBERED = 1 << 16
 """How many stored tensors are remembered, so that content seen again is not stored again."""
 
 _WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
+_DIGEST_THREADS = 2  # of our own, beside those of the model
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
@@ -52,6 +59,7 @@ class Spool:
         seal_after: float,
         histograms: bool,
         pending: Callable[[], Parcel | None],
+        claim: Callable[[Key, int], int],
     ) -> None:
         self.failure: str | None = None
         self.alive = True
@@ -65,6 +73,10 @@ class Spool:
         self._seal_after = seal_after
         self._histograms = histograms
         self._pending = pending
+        self._claim = claim
+        self._relaxed = False
+        self._stands = array("q")  # by number: the number to refer to, -1 where it is not here yet
+        self._early: dict[int, list[Line]] = {}
         self._queue: queue.SimpleQueue[Parcel | Flush | Broken | None] = queue.SimpleQueue()
         self._output: SegmentOutput | None = None
         self._deadline = 0.0
@@ -124,7 +136,15 @@ class Spool:
             return self._seal_after / 4
         return max(0.0, self._deadline - time.monotonic())
 
+    def _relax(self) -> None:
+        """Once CUDA is in use: what we do must not spoil a graph that somebody captures."""
+        cuda: Any = torch.cuda  # untyped in torch
+        if not self._relaxed and cuda.is_initialized():
+            self._relaxed = True
+            relax_captures()
+
     def _take_pending(self) -> None:
+        self._relax()
         parcel = self._pending()
         if parcel is not None:
             self._take(parcel)
@@ -144,7 +164,10 @@ class Spool:
     def _take(self, parcel: Parcel) -> None:
         try:
             if parcel.ready is not None:
+                self._relax()
                 parcel.ready.synchronize()
+            if parcel.rows_at is not None:
+                self._receive(parcel, parcel.rows_at)
             if parcel.direct is not None:
                 self._store_direct(parcel.entries[0], parcel.direct)
             elif parcel.entries:
@@ -159,6 +182,36 @@ class Spool:
             parcel.sketches = {at: values.copy() for at, values in parcel.sketches.items()}
         for line in parcel.lines:
             self._add_line(line, parcel)
+        if self._early:
+            self._add_early(parcel)
+
+    def _receive(self, parcel: Parcel, rows_at: int) -> None:
+        """Tensors of a device are complete: keep those whose content we do not have yet."""
+        assert parcel.buffer is not None
+        buffer, count = parcel.buffer, len(parcel.entries)
+        rows: np.ndarray[Any, Any] = np.empty((count, WIDTH))
+        if rows_at >= 0:
+            there = np.frombuffer(buffer.memory, np.float64, count * WIDTH, rows_at)
+            rows[:] = there.reshape(count, WIDTH)
+        kept: list[Entry] = []
+        for entry, row in zip(parcel.entries, rows, strict=True):
+            end = entry.offset + entry.nbytes
+            digest = host_memory.digest(
+                buffer.address + entry.offset, entry.nbytes, _DIGEST_THREADS
+            )
+            number = self._claim((digest, entry.nbytes, entry.dtype), entry.number)
+            self._stand(entry.number, number)
+            if number != entry.number:
+                continue
+            if gap := -entry.nbytes % ALIGNMENT:
+                buffer.memory[end : end + gap] = bytes(gap)
+            histogram = None
+            if rows_at < 0:
+                values = memoryview(buffer.memory)[entry.offset : end]
+                tensor = from_bytes(values, entry.dtype, entry.shape)
+                histogram = fill_row(row, tensor, self._histograms, threads=_DIGEST_THREADS)
+            kept.append(entry._replace(row=row, histogram=sparse(histogram)))
+        parcel.entries = kept
 
     def _segment(self) -> SegmentOutput:
         """The open segment; a full one is sealed first."""
@@ -231,11 +284,36 @@ class Spool:
         return output.builder.place(name, code, shape, entry.nbytes, align)
 
     def _remember(self, entry: Entry, row: np.ndarray[Any, Any], histogram: Sparse | None) -> None:
+        self._stand(entry.number, entry.number)
         self._summaries[entry.number] = (row, histogram)
         if len(self._summaries) > (_WITH_HISTOGRAM if self._histograms else 2 * REMEMBERED):
             self._summaries.popitem(last=False)
 
+    def _stand(self, number: int, at: int) -> None:
+        """From now on, rows that name `number` refer to `at`."""
+        if number >= len(self._stands):
+            self._stands.extend([-1] * (number + 1 - len(self._stands)))
+        self._stands[number] = at
+
+    def _resolve(self, number: int) -> tuple[int, bool]:
+        """The number to refer to, and whether its tensor is here by now."""
+        while number < len(self._stands) and self._stands[number] not in (-1, number):
+            number = self._stands[number]
+        return number, number < len(self._stands) and self._stands[number] == number
+
+    def _add_early(self, parcel: Parcel) -> None:
+        """Rows that came before their tensors, which may have come now."""
+        for number in [n for n in self._early if self._resolve(n)[1]]:
+            for line in self._early.pop(number):
+                self._add_line(line, parcel)
+
     def _add_line(self, line: Line, parcel: Parcel) -> None:
+        if line.number >= 0:
+            number, here = self._resolve(line.number)
+            if not here:
+                self._early.setdefault(number, []).append(line)
+                return
+            line = line._replace(number=number)
         row: np.ndarray[Any, Any] | None = None
         histogram: Sparse | None = None
         if line.number < 0:
@@ -277,6 +355,9 @@ class Spool:
             except queue.Empty:
                 break
             if isinstance(item, Parcel) and item.buffer is not None:
+                with contextlib.suppress(Exception):  # a device may still be writing to it
+                    if item.ready is not None:
+                        item.ready.synchronize()
                 self._arena.give(item.buffer)
             if item is not None and item.done is not None:
                 item.done.set()

@@ -30,14 +30,15 @@ from ..numerics import memory, native
 from ..numerics.backend import pick
 from ..numerics.histogram import Histogram
 from ..numerics.summary import WIDTH
-from .arena import Arena
+from .arena import Arena, Buffer
 from .dtypes import dtype_name, from_bytes
+from .ferry import Ferry
 from .merge import merge_small
 from .parcel import Broken, Entry, Flush, Line, Moment, Parcel, Ready
 from .pieces import address_of
 from .rows import fill_row, sparse
 from .schema import COMPARISON, LIVE, MANIFEST, Manifest, Row, Site, Status
-from .spool import REMEMBERED, Spool
+from .spool import REMEMBERED, Key, Spool
 from .store import Store, open_store
 
 __all__ = ["Writer", "discard", "now", "prepare"]
@@ -98,9 +99,10 @@ class Writer:
         self.store: Store = open_store(path)
         self.histograms = histograms
         self._arena = Arena(max(1 << 20, budget // 2))
+        self._ferry = Ferry(self._arena, rows=not histograms)
         self._sites: list[Site] = []
         self._site_index: dict[Site, int] = {}
-        self._known: OrderedDict[tuple[bytes, int, torch.dtype], int] = OrderedDict()
+        self._known: OrderedDict[Key, int] = OrderedDict()
         self._next_number = 0
         self._lock = threading.Lock()
         self._parcel = Parcel()
@@ -130,6 +132,7 @@ class Writer:
             seal_after=seal_after,
             histograms=histograms,
             pending=self._swap,
+            claim=self._claim,
         )
         atexit.register(self._at_exit)
 
@@ -161,16 +164,23 @@ class Writer:
                 self._parcel.lines.append(Line(site, moment, number))
 
     def take(self, tensor: torch.Tensor) -> int:
-        """Take a tensor's values now; the number to refer to them by, -1 after a failure."""
+        """Take a tensor's values now; the number to refer to them by, -1 after a failure.
+
+        The values of a CUDA tensor are those at this point of its current stream: nobody waits for
+        the device (see `ferry`), unless the tensor is larger than a quarter of the budget or the
+        arena is full. While a graph is captured nothing is taken: -1.
+        """
         nbytes = tensor.numel() * tensor.element_size()
+        if self._ferry.cuda.is_here(tensor):
+            return self._take_from_device(tensor, nbytes)
         if nbytes > self._arena.limit // 2:
             return self._take_direct(tensor, nbytes)
         while self._takes():
             with self._lock:
                 if self._parcel.buffer is not None and self._parcel.room() >= nbytes:
                     return self._take_into(self._parcel, tensor, nbytes)
-                self._hand_over()  # what we hold ourselves must not be what we wait for
-            buffer = self._arena.take(max(nbytes, self._chunk), alive=self._is_alive)
+                self._hand_over()
+            buffer = self._buffer(max(nbytes, self._chunk))
             if buffer is not None:
                 with self._lock:
                     if self._parcel.buffer is not None:  # another thread was quicker
@@ -205,6 +215,81 @@ class Writer:
         if nbytes >= _LARGE or parcel.full:
             self._hand_over()
         return number
+
+    def _take_from_device(self, tensor: torch.Tensor, nbytes: int) -> int:
+        ferry = self._ferry
+        if nbytes > ferry.largest:
+            return -1 if ferry.cuda.capturing() else self._take_direct(tensor, nbytes)
+        while self._takes() and not ferry.cuda.capturing():
+            key = ferry.key(tensor)
+            with self._lock:
+                load = ferry.loads.get(key)
+                if load is not None and load.fits(nbytes):
+                    load.keep(self._next_number, tensor, nbytes)
+                    number = self._number()
+                    if not load.fits(nbytes):
+                        self._ship(key)
+                    return number
+                if load is not None:
+                    self._ship(key)
+            buffer = self._buffer(ferry.size_for(nbytes))
+            if buffer is not None:
+                ferry.pin(buffer)
+            if buffer is not None and not self._open_load(key, tensor, nbytes, buffer):
+                ferry.lacks_room(tensor.device)
+                return self._take_direct(tensor, nbytes)
+        return -1
+
+    def _buffer(self, size: int) -> Buffer | None:
+        """Room for a snapshot: this is where the model waits for the disk, and nowhere else."""
+        buffer = self._arena.take(size, alive=self._is_alive, wait=False)
+        if buffer is None:
+            self._hand_over_all()  # what we hold ourselves must not be what we wait for
+            buffer = self._arena.take(size, alive=self._is_alive)
+        return buffer
+
+    def _open_load(
+        self, key: tuple[int, int], like: torch.Tensor, nbytes: int, buffer: Buffer
+    ) -> bool:
+        """Whether there is a load for this stream now; False where the device has no room."""
+        with self._lock:
+            if key in self._ferry.loads:  # another thread was quicker
+                self._arena.give(buffer)
+                return True
+            for _ in range(2):
+                try:
+                    if self._ferry.open(key, like.device, nbytes, buffer) is not None:
+                        return True
+                except BaseException:
+                    self._arena.give(buffer)
+                    raise
+                for other in [k for k in self._ferry.loads if k[0] == key[0]]:
+                    self._ship(other)  # which makes its region one that can be taken
+            self._arena.give(buffer)
+            return False
+
+    def _ship(self, key: tuple[int, int]) -> None:
+        """Hand a load over, and the rows that came up meanwhile; the caller holds the lock."""
+        try:
+            self._spool.put(self._ferry.ship(key))
+        except Exception as error:  # what was taken is lost: say so, but not to the model
+            self._spool.put(Broken(error))
+        if self._parcel.buffer is None:
+            self._hand_over()
+
+    def _hand_over_all(self) -> None:
+        with self._lock:
+            for key in list(self._ferry.loads):
+                self._ship(key)
+            self._hand_over()
+
+    def _claim(self, key: Key, number: int) -> int:
+        """The number under which this content is stored: from now on this one, if under none."""
+        with self._lock:
+            known = self._known.setdefault(key, number)
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        return known
 
     def _take_direct(self, tensor: torch.Tensor, nbytes: int) -> int:
         """A tensor too large for a snapshot: it is written from where it lies, while we wait."""
@@ -343,6 +428,8 @@ class Writer:
         """What waits here, for the writer's thread that has nothing else to do."""
         self._call_holders()
         with self._lock:
+            for key in list(self._ferry.loads):
+                self._ship(key)
             parcel, self._parcel = self._parcel, Parcel()
         if not parcel and parcel.buffer is not None:
             self._arena.give(parcel.buffer)
@@ -358,6 +445,7 @@ class Writer:
     def flush(self, *, sync: bool = False) -> None:
         """Return when everything taken so far stands in sealed segments."""
         self._call_holders()
+        self._hand_over_all()
         done = threading.Event()
         self._spool.put(Flush(done, sync))
         while self._spool.alive and not done.wait(0.2):
@@ -368,10 +456,13 @@ class Writer:
         if self._closed:
             return
         self._call_holders()
+        self._hand_over_all()
         self._closed = True
         atexit.unregister(self._at_exit)
         self._spool.close()
-        self._arena.clear()
+        self._give_back()
+        if self._ferry.notes:
+            updates["notes"] = [*updates.get("notes", ()), *self._ferry.notes]
         failure = self.failure
         if failure is None:
             try:
@@ -389,6 +480,13 @@ class Writer:
             except OSError as error:
                 self._spool.failure = failure or f"the manifest: {error.strerror or error}"
 
+    def _give_back(self) -> None:
+        try:
+            self._ferry.clear()
+            self._arena.clear()
+        except Exception as error:  # a device that has failed
+            self._ferry.say(f"Memory was not given back: {error}.")
+
     def _write_manifest(self) -> None:
         text = json.dumps(self.manifest.to_dict(), indent=2, ensure_ascii=False)
         self.store.write_text(MANIFEST, text + "\n")
@@ -398,5 +496,6 @@ class Writer:
         if os.getpid() != self._owner:
             return
         self._call_holders()
+        self._hand_over_all()
         self._closed = True
         self._spool.close()

@@ -1,0 +1,92 @@
+"""The few things that are asked of CUDA, behind one name.
+
+torch's own calls are untyped, and a machine without a device can have none of them: whatever else
+is done with tensors of a device is plain Python, and is tested without one by putting something
+else in place of `Cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+__all__ = ["Cuda", "relax_captures"]
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class Cuda:
+    """Streams, events and memory of the CUDA devices."""
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on such a device."""
+        return tensor.is_cuda
+
+    def capturing(self) -> bool:
+        """Whether what is launched now goes into a graph, and nothing runs."""
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    def stream_key(self, device: int) -> int:
+        """The device's current stream, as quickly as it can be told from others."""
+        return int(torch._C._cuda_getCurrentRawStream(device))
+
+    def current(self, device: torch.device) -> Any:
+        return torch.cuda.current_stream(device)
+
+    def stream(self, device: torch.device) -> Any:
+        make: Any = torch.cuda.Stream
+        return make(device)
+
+    def event(self) -> Any:
+        """An event; who waits for it gives the processor away."""
+        make: Any = torch.cuda.Event
+        return make(blocking=True)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory of the device; None where there is no more."""
+        try:
+            with torch.inference_mode(False):  # so that it may be written in any mode later
+                return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return None
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        """Let the device write to host memory by itself; why not, where it cannot."""
+        try:
+            cuda: Any = torch.cuda
+            code = int(cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None if code == 0 else f"CUDA error {code}"
+
+    def unpin(self, address: int) -> None:
+        """Before the memory goes back to the system."""
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaHostUnregister(address)
+
+    def send(self, there: torch.Tensor, here: torch.Tensor, *, pinned: bool) -> None:
+        """Copy to the host, on the current stream."""
+        here.copy_(there, non_blocking=pinned)
+
+    def used_by(self, memory: torch.Tensor, stream: Any) -> None:
+        """Memory that is given back must not be given out before this stream is done with it."""
+        memory.record_stream(stream)
+
+
+def relax_captures() -> None:
+    """Let this thread use CUDA while another one captures a graph.
+
+    By default, a capture forbids calls that could disturb it to all threads, and is invalid if one
+    is made. What we do concerns streams of our own.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError):
+        return

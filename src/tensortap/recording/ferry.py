@@ -1,0 +1,168 @@
+"""Tensors of a device on their way to the writer's thread, without anybody waiting for the device.
+
+In the hook, a tensor is copied into a region of its device, by the stream that made it: whatever
+is written over it later comes behind the copy, and an event is recorded. A full region is handed
+over: a stream of its own waits for that event, sums up all its tensors in one launch, and copies
+tensors and rows together into one buffer of pinned host memory. An event says when that is done;
+the writer's thread waits for it.
+
+The device holds no more than the pool of regions, the host no more than the arena. A region in use
+makes the model's stream wait; a full arena makes the host wait until the disk has caught up. That
+is all the waiting there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..numerics.device import fill_many
+from .arena import Arena, Buffer
+from .cuda import Cuda
+from .parcel import Entry, Parcel
+from .segment import ALIGNMENT
+from .stage import ROW_BYTES, Region, Stage
+
+__all__ = ["Ferry", "Load"]
+
+_CHUNK = 32 << 20  # small tensors share a region of this size
+_MOST = 256  # tensors in one
+_LARGEST_POOL = 1 << 30
+
+Key = tuple[int, int]
+"""(device, stream)"""
+
+
+@dataclass(eq=False)
+class Load:
+    """Tensors of one stream in a region, not yet handed over."""
+
+    stage: Stage
+    region: Region
+    buffer: Buffer
+    stream: Any
+    taken: Any  # recorded behind the last copy into the region
+    capacity: int
+    used: int = 0
+    entries: list[Entry] = field(default_factory=list)
+    views: list[torch.Tensor] = field(default_factory=list)
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for such a tensor and one more row."""
+        count = len(self.entries)
+        end = self.used + nbytes + ALIGNMENT + (count + 1) * ROW_BYTES
+        return count < _MOST and end <= self.capacity
+
+    def keep(self, number: int, tensor: torch.Tensor, nbytes: int) -> None:
+        """Take a tensor's values, behind what its stream has been given to do until now."""
+        values = tensor.detach()
+        view = self.region.room_for(self.used, values)
+        if nbytes:
+            view.copy_(values)
+            self.taken.record(self.stream)
+        entry = Entry(number, values.dtype, tuple(values.shape), self.used, nbytes)
+        self.entries.append(entry)
+        self.views.append(view)
+        self.used += nbytes + -nbytes % ALIGNMENT
+
+
+class Ferry:
+    """The open loads of a writer, one a stream. Whoever calls holds the writer's lock."""
+
+    def __init__(self, arena: Arena, *, rows: bool, cuda: Cuda | None = None) -> None:
+        self.cuda = cuda or Cuda()
+        self._notes: dict[str, str] = {}
+        self.loads: dict[Key, Load] = {}
+        self.pool = min(arena.limit // 2, _LARGEST_POOL)
+        self.chunk = min(_CHUNK, self.pool // 4)
+        self.largest = self.pool - 4096
+        self._rows = rows
+        self._stages: dict[int, Stage] = {}
+        self._lost: list[Buffer] = []
+        arena.release = self._unpin
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know."""
+        return list(self._notes.values())
+
+    def key(self, tensor: torch.Tensor) -> Key:
+        device = tensor.get_device()
+        return device, self.cuda.stream_key(device)
+
+    def size_for(self, nbytes: int) -> int:
+        """How large a region and a buffer must be for a load that begins with such a tensor."""
+        return max(nbytes + ALIGNMENT + ROW_BYTES, self.chunk)
+
+    def pin(self, buffer: Buffer) -> None:
+        """Once a buffer; copies into memory that cannot be pinned are right, but waited for."""
+        if not buffer.pinned and "pin" not in self._notes:
+            reason = self.cuda.pin(buffer.address, buffer.capacity)
+            buffer.pinned = reason is None
+            if reason is not None:
+                self._notes["pin"] = (
+                    f"Host memory could not be pinned ({reason}): the model waited for copies from "
+                    "the GPU. A smaller --budget, or a higher limit of locked memory, may help."
+                )
+
+    def _unpin(self, buffer: Buffer) -> None:
+        if buffer.pinned:
+            buffer.pinned = False
+            self.cuda.unpin(buffer.address)
+
+    def open(self, key: Key, device: torch.device, nbytes: int, buffer: Buffer) -> Load | None:
+        """Begin a load on the current stream; None where the device has no region for it."""
+        stage = self._stages.get(key[0])
+        if stage is None:
+            stage = self._stages[key[0]] = Stage(device, self.pool, self.cuda)
+        stream = self.cuda.current(device)
+        region = stage.take(self.size_for(nbytes), stream)
+        if region is None:
+            return None
+        capacity = min(region.capacity, buffer.capacity)
+        load = Load(stage, region, buffer, stream, self.cuda.event(), capacity)
+        self.loads[key] = load
+        return load
+
+    def ship(self, key: Key) -> Parcel:
+        """Send a load on its way; what it needs of the host is a few launches."""
+        load = self.loads.pop(key)
+        region, side, end = load.region, load.stage.side, load.used
+        self._lost.append(load.buffer)  # until the copy is known to be on its way
+        parcel = Parcel(buffer=load.buffer, used=end, entries=load.entries, rows_at=-1)
+        with torch.inference_mode(False), torch.no_grad(), self.cuda.on(side):
+            side.wait_event(load.taken)
+            if self._rows and self._fill(load):
+                parcel.rows_at, end = end, end + len(load.entries) * ROW_BYTES
+            here, pinned = load.buffer.bytes()[:end], load.buffer.pinned
+            self.cuda.send(region.memory[:end], here, pinned=pinned)
+            region.copied = parcel.ready = self.cuda.event()
+            region.copied.record(side)
+        self._lost.remove(load.buffer)
+        load.stage.give(region)
+        return parcel
+
+    def _fill(self, load: Load) -> bool:
+        """Sum up all tensors of a load; False where the writer's thread must do it."""
+        try:
+            fill_many(load.views, load.region.rows(load.used, len(load.entries)))
+        except Exception:  # an odd dtype; if it is the device, the copy fails as well
+            return False
+        return True
+
+    def clear(self) -> None:
+        """The recording ends: give the devices' memory back."""
+        for stage in self._stages.values():
+            stage.clear()
+
+    def say(self, note: str) -> None:
+        self._notes[note] = note
+
+    def lacks_room(self, device: torch.device) -> None:
+        """Say that a tensor went the slow way, for want of memory on its device."""
+        self._notes["room"] = (
+            f"{device} had too little memory left to hold copies of tensors: the model waited "
+            "while some were brought over. A smaller --budget takes less of the GPU as well."
+        )

@@ -1,0 +1,114 @@
+"""Where tensors wait on their device until they are copied out: a bounded pool of regions.
+
+A hook must take a tensor's values at once, and the way to the host is long: so they are copied into
+a region beside them, by the stream that made them, and the region goes over as a whole. One that is
+still on its way may be filled again: the stream then waits for the copy, the host does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..numerics.summary import WIDTH
+from .arena import size_class
+from .cuda import Cuda
+
+__all__ = ["ROW_BYTES", "Region", "Stage"]
+
+ROW_BYTES = WIDTH * 8
+
+
+@dataclass(eq=False)
+class Region:
+    """A stretch of a device's memory, and what has to be over before it may be used again."""
+
+    memory: torch.Tensor
+    copied: Any = None
+    streams: dict[int, Any] = field(default_factory=dict)
+    _flat: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> int:
+        return self.memory.numel()
+
+    def room_for(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes from `offset` on as a contiguous tensor of this shape and dtype."""
+        dtype = tensor.dtype
+        flat = self._flat.get(dtype)
+        if flat is None:
+            flat = self._flat[dtype] = self.memory.view(dtype)
+        start, shape = offset // dtype.itemsize, tensor.shape
+        if tensor.is_contiguous() and tensor.numel():
+            return flat.as_strided(shape, tensor.stride(), start)
+        return flat.narrow(0, start, tensor.numel()).view(shape)
+
+    def rows(self, offset: int, count: int) -> torch.Tensor:
+        """The bytes from `offset` on as summary rows."""
+        stretch = self.memory[offset : offset + count * ROW_BYTES]
+        return stretch.view(torch.float64).view(count, WIDTH)
+
+
+class Stage:
+    """The regions of one device, together never more than `limit` bytes."""
+
+    def __init__(self, device: torch.device, limit: int, cuda: Cuda) -> None:
+        self.device = device
+        self.limit = limit
+        self.owned = 0
+        self.side = cuda.stream(device)
+        self._cuda = cuda
+        self._idle: list[Region] = []
+
+    def take(self, nbytes: int, stream: Any) -> Region | None:
+        """A region that this stream may write from now on; None where all are open.
+
+        Copied out already is better than new, new is better than one to wait for.
+        """
+        size = size_class(nbytes)
+        found = self._find(size)
+        if found is None or not found.copied.query():
+            found = self._new(size, spare=found) or found
+        if found is None:
+            return None
+        if found in self._idle:
+            self._idle.remove(found)
+            stream.wait_event(found.copied)
+        found.streams[stream.cuda_stream] = stream
+        return found
+
+    def give(self, region: Region) -> None:
+        """Back from a load; `region.copied` says when its bytes have been read."""
+        self._idle.append(region)
+
+    def clear(self) -> None:
+        """Give what is idle back to torch, which knows from us which streams may still use it."""
+        for region in self._idle:
+            self._drop(region)
+        self._idle.clear()
+
+    def _find(self, size: int) -> Region | None:
+        fitting = [region for region in self._idle if size <= region.capacity <= 4 * size]
+        for region in fitting:
+            if region.copied.query():
+                return region
+        return fitting[0] if fitting else None  # the one that was handed over first
+
+    def _new(self, size: int, spare: Region | None) -> Region | None:
+        """A new region if the limit allows; only when there is no spare one, others make room."""
+        while spare is None and self._idle and self.owned + size > self.limit:
+            self._drop(self._idle.pop(0))
+        if self.owned + size > self.limit:
+            return None
+        memory = self._cuda.empty(size, self.device)
+        if memory is None:
+            return None
+        self.owned += size
+        return Region(memory)
+
+    def _drop(self, region: Region) -> None:
+        for stream in (self.side, *region.streams.values()):
+            self._cuda.used_by(region.memory, stream)
+        self.owned -= region.capacity

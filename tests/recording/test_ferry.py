@@ -1,0 +1,403 @@
+"""Tensors of a device on their way to disk: everything about it that needs no device.
+
+`Late` stands for CUDA: its copies to the host are made only when somebody waits for them, as late
+as the rules of streams and events allow. Whatever is read too early is wrong in these tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_format import DTYPES, bits, sample
+
+import tensortap as tap
+from tensortap.recording import Manifest, Row, Writer
+from tensortap.recording.cuda import Cuda
+from tensortap.recording.ferry import Ferry
+from tensortap.recording.schema import Site
+
+
+class Event:
+    def __init__(self, late: Late) -> None:
+        self.late, self.work, self.done = late, [], False
+
+    def record(self, stream: Stream) -> None:
+        self.work = stream.work  # all that the stream has been given until now
+        stream.work = [*stream.work]
+
+    def query(self) -> bool:
+        return self.done or not self.work
+
+    def synchronize(self) -> None:
+        time.sleep(self.late.delay)
+        with self.late.one_at_a_time:
+            for one in self.work:
+                one()
+        self.done = True
+
+
+class Stream:
+    def __init__(self, key: int) -> None:
+        self.cuda_stream, self.work = key, []
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+
+class Late(Cuda):
+    """A device whose memory is the host's, and whose copies come as late as can be."""
+
+    def __init__(self, pins: bool = True) -> None:
+        self.main, self.side = Stream(0), Stream(-1)
+        self.pins, self.pinned, self.allocated = pins, set(), 0
+        self.graph, self.delay, self.full, self.sent = False, 0.0, False, []
+        self.one_at_a_time = threading.Lock()
+
+    def is_here(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def capturing(self) -> bool:
+        return self.graph
+
+    def stream_key(self, device: int) -> int:
+        return self.main.cuda_stream
+
+    def current(self, device: torch.device) -> Any:
+        return self.main
+
+    def stream(self, device: torch.device) -> Any:
+        return self.side
+
+    def event(self) -> Any:
+        return Event(self)
+
+    def on(self, stream: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        if self.full:
+            return None
+        self.allocated += nbytes
+        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+
+    def pin(self, address: int, nbytes: int) -> str | None:
+        if not self.pins:
+            return "CUDA error 1"
+        self.pinned.add(address)
+        return None
+
+    def unpin(self, address: int) -> None:
+        self.pinned.remove(address)
+
+    def send(self, there: torch.Tensor, here: torch.Tensor, *, pinned: bool) -> None:
+        once: list[int] = []
+
+        def copy() -> None:
+            if not once:
+                once.append(here.copy_(there).numel())
+
+        self.sent.append(there.numel())
+        if pinned:
+            self.side.work.append(copy)
+        else:
+            copy()
+
+    def used_by(self, memory: torch.Tensor, stream: Any) -> None:
+        assert stream in (self.main, self.side)
+
+
+def open_writer(path: Path, late: Late, **options: Any) -> Writer:
+    writer = Writer(str(path), Manifest(), **options)
+    writer._ferry = Ferry(writer._arena, rows=not writer.histograms, cuda=late)
+    return writer
+
+
+def add(writer: Writer, order: int, tensor: torch.Tensor, layer: str | None = None) -> int:
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    name = f"l{order}" if layer is None else layer
+    site = writer.site(Site(name, "output", "", None, "Linear", shape, dtype, "cuda:0"))
+    number = writer.take(tensor)
+    writer.line(site, (order, 0, 0, 0), number)
+    return number
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("histograms", [False, True])
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype, histograms) -> None:
+    torch.manual_seed(0)
+    writer = open_writer(tmp_path / "r", Late(), histograms=histograms)
+    shapes = [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 11, 13)]
+    tensors = [sample(dtype, shape) for shape in shapes]
+    for order, tensor in enumerate(tensors):
+        add(writer, order, tensor)
+    writer.close()
+    assert writer.failure is None
+    run = tap.open(tmp_path / "r")
+    for order, tensor in enumerate(tensors):
+        back = run[f"l{order}"].output
+        assert (back.dtype, back.shape) == (dtype, tensor.shape)
+        assert bits(back) == bits(tensor)
+        found, expected = run[f"l{order}"].records[0].summary, tap.summarize(tensor)
+        assert found.count == expected.count and found.zeros == expected.zeros
+        assert (found.histogram is not None) == histograms
+
+
+def test_what_is_overwritten_behind_the_hook_is_recorded_as_it_was(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late, budget=1 << 20)
+    x = torch.zeros(4, 1000)
+    for order in range(200):
+        x.fill_(order)
+        add(writer, order, x)
+        x.data.fill_(-1.0)
+    writer.close()
+    assert writer.failure is None
+    assert len(late.sent) > 10, "the pool was never used again: this test shows nothing"
+    for order, record in enumerate(tap.open(tmp_path / "r").records):
+        assert torch.equal(record.tensor(), torch.full((4, 1000), float(order)))
+        assert record.summary.mean == order
+
+
+def test_views_are_stored_as_they_read(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late())
+    x = torch.randn(5, 6, dtype=torch.complex64)
+    images = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    views = [x.t(), x.conj(), x.imag, x.conj().imag, x[1:, ::2], images, x[2, 3], x.expand(3, 5, 6)]
+    for order, view in enumerate(views):
+        add(writer, order, view)
+    writer.close()
+    run = tap.open(tmp_path / "r")
+    for order, view in enumerate(views):
+        assert torch.equal(run[f"l{order}"].output, view.resolve_conj().resolve_neg())
+
+
+def test_the_same_content_is_stored_once_wherever_it_comes_from(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late)
+    x, y = torch.randn(1000), torch.randn(1000)
+    add(writer, 0, x)
+    late.is_here = lambda tensor: False  # the same values on the CPU
+    add(writer, 1, x.clone())
+    add(writer, 2, y)
+    late.is_here = lambda tensor: True
+    add(writer, 3, y.clone())
+    add(writer, 4, x.clone())
+    writer.flush()
+    add(writer, 5, y.clone())
+    late.is_here = lambda tensor: False
+    add(writer, 6, x)
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert len({r.tensor_id for r in records}) == 2
+    for record, expected in zip(records, [x, x, y, y, x, y, x], strict=True):
+        assert torch.equal(record.tensor(), expected)
+        assert record.summary.mean == pytest.approx(float(expected.double().mean()), rel=1e-9)
+
+
+def test_a_row_may_come_long_after_its_tensor_was_found_to_be_a_copy(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late())
+    x = torch.randn(100)
+    add(writer, 0, x)
+    site = writer.site(Site("late", "output", "", None, "", (100,), "float32", "cuda:0"))
+    number = writer.take(x.clone())
+    for order in range(2000):
+        add(writer, 1 + order, torch.full((100,), float(order)), "other")
+    writer.flush()
+    writer.line(site, (5000, 0, 0, 0), number)
+    writer.close()
+    (record,) = tap.open(tmp_path / "r")["late"].records
+    assert torch.equal(record.tensor(), x)
+    assert record.tensor_id == tap.open(tmp_path / "r")["l0"].records[0].tensor_id
+
+
+def test_streams_have_loads_of_their_own_and_share_the_pool(tmp_path) -> None:
+    late = Late()
+    streams = [Stream(key) for key in range(6)]
+    late.used_by = lambda memory, stream: None
+    writer = open_writer(tmp_path / "r", late, budget=4 << 20)
+    for order in range(300):
+        late.main = streams[order % 6]
+        add(writer, order, torch.full((5000,), float(order)))
+    assert late.allocated <= 1 << 20
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert [float(r.tensor()[0]) for r in records] == list(range(300))
+
+
+def test_the_pool_and_the_arena_are_bounds_whatever_the_sizes(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late, budget=8 << 20)
+    stages = writer._ferry._stages
+    torch.manual_seed(0)
+    sizes = torch.randint(1, 500_000, (150,)).tolist()
+    for order, size in enumerate(sizes):
+        add(writer, order, torch.full((size,), float(order)))
+        assert writer._arena.owned <= 4 << 20
+        assert all(stage.owned <= 2 << 20 for stage in stages.values())
+    writer.close()
+    assert writer.failure is None
+    assert not late.pinned, "memory went back to the system while it was pinned"
+    assert all(stage.owned == 0 for stage in stages.values())
+    for record, size in zip(tap.open(tmp_path / "r").records, sizes, strict=True):
+        assert record.shape == (size,)
+        assert bool((record.tensor() == record.order).all())
+
+
+def test_a_slow_disk_holds_the_model_up_and_loses_nothing(tmp_path, monkeypatch) -> None:
+    from tensortap.recording.output import SegmentOutput
+
+    written = SegmentOutput._write
+
+    def slowly(self, fd, offset, data) -> None:
+        time.sleep(0.01)
+        written(self, fd, offset, data)
+
+    monkeypatch.setattr(SegmentOutput, "_write", slowly)
+    writer = open_writer(tmp_path / "r", Late(), budget=4 << 20)
+    for order in range(100):
+        add(writer, order, torch.full((50_000,), float(order)))
+        assert writer._arena.owned <= 2 << 20
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert [float(r.tensor()[-1]) for r in records] == list(range(100))
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_the_values_are_right(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late(pins=False))
+    x = torch.randn(1000)
+    add(writer, 0, x)
+    writer.close(notes=["something else"])
+    run = tap.open(tmp_path / "r")
+    assert torch.equal(run["l0"].output, x)
+    assert run.notes[0] == "something else" and "could not be pinned (CUDA error 1)" in run.notes[1]
+
+
+def test_a_device_without_room_is_read_the_slow_way(tmp_path) -> None:
+    late = Late()
+    late.full = True
+    writer = open_writer(tmp_path / "r", late)
+    x = torch.randn(1000)
+    add(writer, 0, x)
+    writer.close()
+    assert writer.failure is None
+    run = tap.open(tmp_path / "r")
+    assert torch.equal(run["l0"].output, x)
+    assert any("too little memory" in note for note in run.notes)
+
+
+def test_nothing_is_taken_while_a_graph_is_captured(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late)
+    add(writer, 0, torch.ones(3))
+    late.graph = True
+    assert add(writer, 1, torch.ones(4)) == -1
+    assert add(writer, 2, torch.ones(1 << 28)) == -1
+    late.graph = False
+    add(writer, 3, torch.ones(5))
+    writer.close()
+    assert tap.open(tmp_path / "r").layers == ["l0", "l3"]
+
+
+def test_a_device_that_fails_is_the_writers_failure_and_nobody_hangs(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late)
+    add(writer, 0, torch.ones(3))
+    writer.flush()
+
+    def send(*args: Any, **options: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    late.send = send
+    add(writer, 1, torch.ones(4))
+    writer.flush()
+    assert "device-side assert" in (writer.failure or "")
+    assert add(writer, 2, torch.ones(5)) == -1
+    writer.close()
+    run = tap.open(tmp_path / "r")
+    assert run.status == "failed" and run.layers == ["l0"]
+
+
+def test_an_event_that_fails_is_the_writers_failure_and_nobody_hangs(tmp_path, monkeypatch) -> None:
+    def lost(self: Event) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    writer = open_writer(tmp_path / "r", Late(), budget=4 << 20)
+    add(writer, 0, torch.ones(3))
+    writer.flush()
+    monkeypatch.setattr(Event, "synchronize", lost)
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    for order in range(100):
+        add(writer, 1 + order, torch.full((100_000,), float(order)))
+    writer.close()
+    assert "illegal memory access" in (writer.failure or "")
+    assert tap.open(tmp_path / "r").layers == ["l0"]
+
+
+def test_a_full_disk_releases_whoever_waits(tmp_path, monkeypatch) -> None:
+    from tensortap.recording.output import SegmentOutput
+
+    def full(self, fd, offset, data) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SegmentOutput, "_write", full)
+    writer = open_writer(tmp_path / "r", Late(), budget=4 << 20)
+    for order in range(200):
+        add(writer, order, torch.full((50_000,), float(order)))
+    writer.close()
+    assert "No space left" in (writer.failure or "")
+
+
+def test_an_idle_writer_fetches_what_waits_on_the_device(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late(), seal_after=0.2)
+    add(writer, 0, torch.ones(7))
+    end = time.monotonic() + 10
+    while not list((tmp_path / "r").glob("segment-*")) and time.monotonic() < end:
+        time.sleep(0.02)
+    (record,) = tap.open(tmp_path / "r").records
+    assert torch.equal(record.tensor(), torch.ones(7))
+    writer.close()
+
+
+def test_the_interpreters_end_keeps_what_waits_on_the_device(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late(), seal_after=60.0)
+    add(writer, 0, torch.ones(7))
+    writer._at_exit()
+    assert tap.open(tmp_path / "r").layers == ["l0"]
+    writer.close()
+
+
+def test_many_threads_may_take_and_none_is_lost(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late, seal_after=0.1, budget=4 << 20)
+
+    def take(start: int) -> None:
+        for order in range(start, start + 50):
+            add(writer, order, torch.full((2000,), float(order)), "l")
+
+    threads = [threading.Thread(target=take, args=(50 * i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert [float(r.tensor()[0]) for r in records] == list(range(200))
+
+
+def test_add_takes_device_tensors_too(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late())
+    x = torch.randn(3, requires_grad=True)
+    writer.add(Row("l", "output"), x)
+    assert x.requires_grad
+    writer.close()
+    assert torch.equal(tap.open(tmp_path / "r")["l"].output, x.detach())
