@@ -8,9 +8,8 @@ graph serves every cadence.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from ..selection.sites import unwrap
 from ..taps.compiled import contains_compiled
 from ..taps.fused import find_fused, listen_globally
 from ..taps.hearing import Ear, HooksGuarded, recomputing
-from ..taps.leaves import flatten
+from ..taps.leaves import flatten, traceable
 from ..taps.listener import Listener
 from ..taps.plain import is_plain, plain_parts
 from ..taps.unseen import unseen
@@ -287,7 +286,9 @@ class Places:
         if not (torch.is_grad_enabled() and (self._inner.training or not self._training_only)):
             return
         ear, site = self._ear, 2 * place.index
-        for leaf, tensor in _traceable(output, ""):
+        for leaf, tensor in traceable(output):
+            if tensor is None:
+                continue
             ear.speak(tensor, site, leaf)
             if self._traces_grads and tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(_speaker(ear, site + 1, leaf))  # type: ignore[no-untyped-call]
@@ -354,23 +355,3 @@ def _speaker(ear: Ear, site: int, leaf: str) -> Callable[[torch.Tensor], torch.T
         return grad  # compiled autograd would take nothing for no gradient
 
     return hook
-
-
-def _traceable(value: Any, leaf: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """`taps.leaves.flatten` in terms that can be traced; None and others are passed over."""
-    if isinstance(value, torch.Tensor):
-        yield leaf, value
-    elif value is None or isinstance(value, bool | int | float | str):
-        return  # torch 2.11 cannot trace the question below of these
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _traceable(getattr(value, item.name, None), f"{leaf}.{item.name}")
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _traceable(inner, f"{leaf}[{key!r}]")
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name in value._fields:
-            yield from _traceable(getattr(value, name), f"{leaf}.{name}")
-    elif isinstance(value, tuple | list):
-        for index, inner in enumerate(value):
-            yield from _traceable(inner, f"{leaf}[{index}]")

@@ -84,6 +84,18 @@ class DeviceTable:
             self._open.append(ticket)
         return ticket
 
+    def take_rows(self, rows: torch.Tensor) -> list[Ticket]:
+        """Rows that this device has computed elsewhere, as they are now; the lines come later."""
+        with self.lock, torch.no_grad():
+            count = len(rows)
+            if self.used + count > ROWS:
+                self.send()
+            self.rows[self.used : self.used + count].copy_(rows)
+            tickets = [Ticket(self, self.used + i) for i in range(count)]
+            self.used += count
+            self._open += tickets
+        return tickets
+
     def line(self, ticket: Ticket, line: Line) -> None:
         """Say where and when the row of a ticket stands."""
         with self.lock:

@@ -1,23 +1,40 @@
 """Listening inside `torch.compile`.
 
 A hook that is there before the first call is traced into the graph. It must then do nothing that a
-graph cannot hold, so it clones and appends; the graph stays whole, and the clones come out as extra
-outputs. Dynamo does not look at hooks again once a module is compiled, so hooks that come later
+graph cannot hold. Where summaries are wanted it puts an operator into the graph (`in_graph`); where
+values are, it clones and appends: the graph stays whole, and the clones come out as extra outputs.
+With `mode="reduce-overhead"` these are overwritten by the next run, so they are taken before it
+begins. Dynamo does not look at hooks again once a module is compiled, so hooks that come later
 would never fire, silently: therefore compiled code is thrown away when a recording starts and when
 it ends, and the model compiles anew.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Entry", "contains_compiled", "forget", "prepare", "stash"]
+from ..recording.schema import Port
+from .listener import Listener
 
-Entry = tuple[int, str, Any]
+__all__ = [
+    "Entry",
+    "before_each_run",
+    "contains_compiled",
+    "devices_of",
+    "forget",
+    "graphs_may_come",
+    "prepare",
+    "stash",
+]
+
+Entry = tuple[int, Port, Any]
 """(index of the slot, port, cloned value)"""
 
 
@@ -29,12 +46,23 @@ def contains_compiled(model: nn.Module) -> bool:
     )
 
 
-def prepare(grads: bool) -> str:
+def graphs_may_come() -> bool:
+    """Whether something may be compiled while we listen: what compiles is there."""
+    return "torch._dynamo" in sys.modules
+
+
+def devices_of(model: nn.Module) -> set[torch.device]:
+    """Where the model's parameters and buffers are."""
+    return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def prepare(grads: bool, in_graph: bool = False) -> str:
     """Make sure that hooks fire, whatever was compiled before; a note that says so."""
     forget()
+    how = "are summed up inside the graph" if in_graph else "leave the graph as extra outputs"
     note = (
         "The model is compiled: it compiles anew for this recording, and again after it. Layer "
-        "outputs leave the graph as extra outputs, so fused kernels may differ in the last bits."
+        f"outputs {how}, so fused kernels may differ in the last bits."
     )
     if grads:
         note += (
@@ -48,7 +76,41 @@ def forget() -> None:
     torch._dynamo.reset()
 
 
-def stash(into: list[Entry], index: int, port: str, value: Any) -> None:
+def before_each_run(model: nn.Module, act: Callable[[], None]) -> Callable[[], None]:
+    """Call `act` whenever a compiled part of the model is about to run; undone by the result."""
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        call = getattr(module, "_compiled_call_impl", None)
+        if call is not None:
+            own: Any = module
+            own._compiled_call_impl = _behind(act, call)
+            undo.append(functools.partial(setattr, module, "_compiled_call_impl", call))
+        elif "_orig_mod" in module._modules:
+            handle = module.register_forward_pre_hook(Listener(lambda *_: _act(act)))
+            undo.append(handle.remove)
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore
+
+
+def _behind(act: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _act(act)
+        return call(*args, **kwargs)
+
+    return run
+
+
+def _act(act: Callable[[], None]) -> None:
+    if not torch.compiler.is_compiling():
+        act()
+
+
+def stash(into: list[Entry], index: int, port: Port, value: Any) -> None:
     """Called while the graph is traced: keep a copy of every tensor in a nested value."""
     copied = pytree.tree_map(
         lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value

@@ -5,7 +5,8 @@ What makes this harder than three lines of hooks:
 - We record what the next module receives: our hook is kept behind everybody else's.
 - A forward pass that runs inside backward is activation checkpointing at work, and no new call.
 - Gradients come from tensor hooks: module backward hooks raise on in-place activations.
-- Under `torch.compile` the hook is traced into the graph and only clones; `drain` does the rest.
+- Under `torch.compile` the hook is traced: it puts an operator into the graph (`in_graph`), or clones
+  and leaves the rest to `drain`. While a CUDA graph is captured it may only launch (`captures`).
 - Whatever goes wrong in here is our trouble and never the model's.
 """
 
@@ -22,10 +23,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..recording.schema import Port, Structure
 from ..selection import Selection, select, structure
-from . import compiled
+from . import compiled, replays
 from .base import Ports
+from .captures import Captures, Event, part_of
 from .describe import describe_module
 from .fused import find_fused, listen_globally, why_silent
+from .hearing import HooksGuarded
+from .in_graph import InGraph
 from .leaves import flatten, flatten_call
 from .listener import Listener
 from .plain import is_plain
@@ -79,6 +83,10 @@ class EagerTap:
         self._grad_handles: list[RemovableHandle] = []
         self._kept_last: list[tuple[Any, int]] = []  # where our hooks are, and which they are
         self._compiled: list[compiled.Entry] = []
+        self._in_graph: InGraph | None = None
+        self._captures: Captures | None = None
+        self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
+        self._restore: Callable[[], None] | None = None
         self._given: dict[int, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
         self._checked: set[int] = set()
@@ -97,6 +105,7 @@ class EagerTap:
         is_compiled = compiled.contains_compiled(self.model)
         self._fused = set() if is_compiled else find_fused(self.model)
         wants_inputs = self.ports.inputs or self.ports.grads or sink.judge is not None
+        self._listen_to_graphs(sink, is_compiled)
         self.can_stop = self._may_stop()
         if sink.stop and not self.can_stop:
             self.notes.append(
@@ -136,7 +145,37 @@ class EagerTap:
                     "are not recorded: their inputs are the positional ones."
                 )
         if is_compiled:
-            self.notes.append(compiled.prepare(self.ports.grads))
+            self.notes.append(compiled.prepare(self.ports.grads, self._in_graph is not None))
+
+    def _listen_to_graphs(self, sink: Sink, is_compiled: bool) -> None:
+        """Be there when layers run in graphs: compiled ones, captured ones, or both."""
+        self._captures = Captures(
+            sink,
+            self.ports,
+            slots=len(self.slots),
+            drain=self.drain,
+            left=self._left_in_graphs,
+            fail=self._fail,
+        )
+        replays.listen(self._captures)
+        if is_compiled or compiled.graphs_may_come():
+            self._guarded.hold()
+        if self._captures.as_rows:
+            self._in_graph = InGraph(
+                sink,
+                self.slots,
+                self._captures,
+                guarded=self._guarded,
+                outputs=self.ports.outputs,
+                pending=lambda slot, thread: self._places[slot.index].pending.setdefault(
+                    thread, []
+                ),
+                fail=self._fail,
+            )
+            if is_compiled:
+                self._in_graph.prepare(compiled.devices_of(self.model))
+        elif is_compiled:
+            self._restore = compiled.before_each_run(self.model, self.drain)
 
     def detach(self) -> None:
         try:
@@ -151,7 +190,19 @@ class EagerTap:
             self._handles.clear()
             self._kept_last.clear()
             self._grad_handles.clear()
+            self._leave_graphs()
             self._sink = None
+
+    def _leave_graphs(self) -> None:
+        if self._restore is not None:
+            self._restore()
+        if self._in_graph is not None:
+            self._in_graph.close()
+        self._guarded.release()
+        if self._captures is not None:
+            replays.silence(self._captures)
+            self.notes += self._captures.notes()
+            self._captures.close()
 
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         """Hear the arguments of every call of the whole model, for the inputs' digest."""
@@ -161,7 +212,15 @@ class EagerTap:
         """Why some selected layers were not heard, and those for which we cannot say."""
         fused = [s for s in silent if id(self._places[s.index].module) in self._fused]
         rest = [s for s in silent if s not in fused]
-        return [why_silent([s.name for s in fused])] if fused else [], rest
+        reasons = [why_silent([s.name for s in fused])] if fused else []
+        unknown = 0 if self._captures is None else self._captures.unknown
+        if rest and unknown:
+            reasons.append(
+                f"CUDA graphs that were captured before this recording began were replayed "
+                f"{unknown} times: what runs in them cannot be heard. Capture them inside the "
+                "with block."
+            )
+        return reasons, rest
 
     def describe(self) -> dict[str, Any]:
         described = describe_module(self.model)
@@ -233,6 +292,8 @@ class EagerTap:
                 return
             try:
                 self._stay_last()
+                if replays.capturing():
+                    return
                 with unseen():
                     self.drain()
                     for listener in self._root_listeners:
@@ -243,9 +304,15 @@ class EagerTap:
         return Listener(hook)
 
     def _input_hook(self, place: _Place) -> Callable[..., None]:
+        traced = None
+        if self._in_graph is not None and self.ports.inputs:
+            traced = self._in_graph.hook_in(place.module, place.slot.index)
+
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if torch.compiler.is_compiling():
-                if self.ports.inputs:
+                if traced is not None:
+                    traced(args, kwargs)
+                elif self.ports.inputs:
                     compiled.stash(self._compiled, place.slot.index, "input", (args, kwargs))
                 return
             sink = self._sink
@@ -253,6 +320,9 @@ class EagerTap:
                 return
             try:
                 with unseen():
+                    if replays.capturing():
+                        self._captured(place, "input", flatten_call(module, args, kwargs))
+                        return
                     self._enter(place, sink, flatten_call(module, args, kwargs))
             except Exception as error:  # the model must not notice
                 self._fail(error)
@@ -260,8 +330,15 @@ class EagerTap:
         return Listener(hook)
 
     def _output_hook(self, place: _Place) -> Callable[..., None]:
+        traced = None
+        if self._in_graph is not None:
+            traced = self._in_graph.hook_out(place.slot.index)
+
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if torch.compiler.is_compiling():
+                if traced is not None:
+                    traced(output)
+                    return
                 compiled.stash(
                     self._compiled, place.slot.index, "output", output if self.ports.outputs else ()
                 )
@@ -273,6 +350,9 @@ class EagerTap:
                 raise StopForward(place.slot.name)
             try:
                 with unseen():
+                    if replays.capturing():
+                        self._captured(place, "output", flatten(output))
+                        return
                     if _recomputing():
                         self._recomputed(place, output)
                     else:
@@ -290,12 +370,12 @@ class EagerTap:
 
     def _goes_straight(self) -> bool:
         """Whether nothing is under way that a shortcut would miss."""
-        return self._sink is not None and self._unfinished is None and not self._compiled
+        return self._sink is not None and self._unfinished is None and not self._behind
 
     def _enter(
         self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]
     ) -> None:
-        if self._compiled:
+        if self._behind:
             self.drain()
         call = sink.begin(place.slot)
         held = []
@@ -306,7 +386,7 @@ class EagerTap:
             self._listen_to_grads(call, "grad_input", leaves)
 
     def _leave(self, place: _Place, sink: Sink, output: Any) -> None:
-        if self._compiled:
+        if self._behind:
             self.drain()
         if self._short_way and isinstance(output, torch.Tensor) and sink.output(place.slot, output):
             return
@@ -321,6 +401,33 @@ class EagerTap:
         sink.emit(call, held)
         if self.ports.grads and not self._listen_to_grads(call, "grad_output", leaves):
             place.awaiting_grads.append(call)
+
+    def _captured(
+        self, place: _Place, port: Port, leaves: list[tuple[str, torch.Tensor | None]]
+    ) -> None:
+        """A CUDA graph is captured: what its replays compute is kept by the graph itself."""
+        wanted = self.ports.outputs
+        if port == "input":
+            judged = self._sink is not None and self._sink.judge is not None
+            wanted = self.ports.inputs or judged
+        if self._captures is not None and not _recomputing():
+            self._captures.heard(place.slot, port, leaves if wanted else [])
+
+    def _left_in_graphs(self) -> list[Event]:
+        """What compiled graphs have said while a CUDA graph was captured."""
+        events = [] if self._in_graph is None else self._in_graph.events()
+        entries, self._compiled[:] = list(self._compiled), []
+        for index, port, value in entries:
+            module = self._places[index].module
+            leaves = flatten_call(module, *value) if port == "input" else flatten(value)
+            parts = [part_of(leaf, tensor) for leaf, tensor in leaves if tensor is not None]
+            events.append(Event(self.slots[index], port, parts))
+        return events
+
+    @property
+    def _behind(self) -> bool:
+        """Whether compiled graphs have run whose calls are still to be told of."""
+        return bool(self._compiled) or (self._in_graph is not None and self._in_graph.open)
 
     def _recomputed(self, place: _Place, output: Any) -> None:
         """Reentrant checkpointing ran the first forward without a graph: this one has it."""
@@ -363,8 +470,10 @@ class EagerTap:
 
     def drain(self) -> None:
         sink = self._sink
-        if sink is None or not self._compiled:
+        if sink is None or not self._behind or replays.capturing():
             return
+        if self._in_graph is not None:
+            self._in_graph.tell()
         entries, self._compiled[:] = list(self._compiled), []
         for index, port, value in entries:
             slot = self.slots[index]

@@ -1,12 +1,16 @@
-"""One operator through which compiled graphs speak to us.
+"""The operators through which compiled graphs speak to us.
 
 A forward hook that is traced by `torch.compile` may hold nothing but operators. `hear` is one: the
 graph stays whole (`fullgraph=True`), and at run time the tensor's values arrive in a Python
 function, eager or compiled, in the forward pass or the backward one. Whether anything is done with
 them is decided there, so one graph serves every cadence. A call costs about two microseconds.
 
-The operator returns nothing and writes nowhere; torch is told that it has a side effect, which
-keeps it in the graph. (One that pretends to write to a tensor makes that tensor an input of the
+What a CUDA graph replays runs no Python, so `hear` keeps a compiled graph out of CUDA graphs.
+`hear_captured` is the same without that: whoever listens by it must know what to do when he is
+called while a graph is captured, and how to learn of its replays (`in_graph`, `replays`).
+
+The operators return nothing and write nowhere; torch is told that they have a side effect, which
+keeps them in the graph. (One that pretends to write to a tensor makes that tensor an input of the
 graph, with its version and its place: torch 2.11 then refuses gradient hooks that use it.)
 
 Dynamo shares graphs among instances of a class and does not look at their hooks when it does so:
@@ -42,19 +46,20 @@ def _hear(tensor: torch.Tensor, ear: int, site: int, leaf: str) -> None:
 
 
 @cache
-def _operator() -> Any:
-    """The operator, defined on first use: importing this module changes nothing in torch."""
+def _operators() -> tuple[Any, Any]:
+    """Both operators, defined on first use: importing this module changes nothing in torch."""
     make: Any = torch.library.Library  # untyped in torch
     library = make("tensortap", "DEF")
     apart = getattr(torch.Tag, "cudagraph_unsafe", None)  # what is replayed runs no Python
-    tags = () if apart is None else (apart,)
-    library.define("hear(Tensor tensor, int ear, int site, str leaf) -> ()", tags=tags)
-    library.impl("hear", _hear, "CompositeExplicitAutograd")
-    library.impl("hear", lambda tensor, ear, site, leaf: None, "Meta")
-    _LIBRARY.append(library)  # it is undefined when its library is collected
-    operator = torch.ops.tensortap.hear.default
-    torch.fx.node.has_side_effect(operator)
-    return operator
+    for name, tags in (("hear", () if apart is None else (apart,)), ("hear_captured", ())):
+        library.define(f"{name}(Tensor tensor, int ear, int site, str leaf) -> ()", tags=tags)
+        library.impl(name, _hear, "CompositeExplicitAutograd")
+        library.impl(name, lambda tensor, ear, site, leaf: None, "Meta")
+    _LIBRARY.append(library)  # they are undefined when their library is collected
+    spaces = torch.ops.tensortap
+    for operator in (spaces.hear.default, spaces.hear_captured.default):
+        torch.fx.node.has_side_effect(operator)
+    return spaces.hear.default, spaces.hear_captured.default
 
 
 class Ear:
@@ -62,16 +67,21 @@ class Ear:
 
     `listen` must not raise, must not keep the tensor without copying it, and must be quick. Speak
     to it from a hook while `torch.compiler.is_compiling()`: `ear.speak(tensor, site)`. With
-    `by_leaf` it also gets the leaf that was spoken with: `listen(site, tensor, leaf)`.
+    `by_leaf` it also gets the leaf that was spoken with: `listen(site, tensor, leaf)`. `captured`:
+    it is called while CUDA graphs are captured, too.
     """
 
     def __init__(
-        self, listen: Listen | None = None, *, by_leaf: ListenByLeaf | None = None
+        self,
+        listen: Listen | None = None,
+        *,
+        by_leaf: ListenByLeaf | None = None,
+        captured: bool = False,
     ) -> None:
         self._listen = listen
         self._by_leaf = by_leaf
         self.number = next(_NUMBERS)
-        self.operator = _operator()
+        self.operator = _operators()[captured]
         _EARS[self.number] = self
 
     def hear(self, site: int, tensor: torch.Tensor, leaf: str) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "holds_tensor",
     "shortened",
     "signature_order",
+    "traceable",
 ]
 
 _DEEPEST = 64
@@ -69,6 +70,28 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, tuple | list):
         for index, item in enumerate(value):
             yield f"[{index}]", item
+
+
+def traceable(value: Any, leaf: str = "") -> Iterator[tuple[str, torch.Tensor | None]]:
+    """`flatten` in terms that torch.compile can trace; leaves are as long as they are."""
+    if isinstance(value, torch.Tensor):
+        yield leaf, value
+    elif value is None:
+        yield leaf, None
+    elif isinstance(value, bool | int | float | str):
+        return  # torch 2.11 cannot trace the question below of these
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for item in dataclasses.fields(value):
+            yield from traceable(getattr(value, item.name, None), f"{leaf}.{item.name}")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from traceable(inner, f"{leaf}[{key!r}]")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield from traceable(getattr(value, name), f"{leaf}.{name}")
+    elif isinstance(value, tuple | list):
+        for index, inner in enumerate(value):
+            yield from traceable(inner, f"{leaf}[{index}]")
 
 
 def flatten_call(

@@ -1,0 +1,283 @@
+"""What is captured of a model in CUDA graphs, and what each replay of them says.
+
+While a graph is captured, a hook may launch kernels and nothing else. Where summaries are wanted it
+launches the summary's kernel into a row that belongs to this graph for good; where values are, it
+clones them into the graph's own memory. Behind each replay, rows and clones hold what that replay
+computed: the calls that were captured are then gone through once more, as if they were made now.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from ..numerics import device as on_device
+from ..numerics.summary import WIDTH
+from ..recording.device_table import ROWS, Ticket
+from ..recording.schema import Port
+from .base import Ports
+from .plain import is_plain
+from .replays import capturing
+from .sink import Call, Held, Sink, Slot
+from .unseen import unseen
+
+__all__ = ["Captures", "Event", "Part", "part_of"]
+
+_ROOM = 2048  # rows that are free, at least, when a capture begins
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# What a graph that may be replayed writes to must stay, whether its recording is open or not.
+_KEPT: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """One tensor of a captured call: its row among the graph's, or a clone of it."""
+
+    leaf: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    row: int = -1
+    clone: torch.Tensor | None = None
+
+
+def part_of(leaf: str, tensor: torch.Tensor) -> Part:
+    """A tensor that is ours and lives in the graph's memory."""
+    return Part(leaf, tensor.shape, tensor.dtype, tensor.device, clone=tensor)
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """What a hook was given while a graph was captured."""
+
+    slot: Slot
+    port: Port
+    parts: Sequence[Part]
+    absent: Sequence[tuple[str, str]] = ()  # leaf and reason
+
+
+@dataclass(eq=False)
+class _Captured:
+    """One graph: its calls in order, and the rows that it writes."""
+
+    events: list[Event] = field(default_factory=list)
+    block: torch.Tensor | None = None
+    first: int = 0
+    rows: int = 0
+
+
+class Captures:
+    """The CUDA graphs of one recording: an `Onlooker` of theirs."""
+
+    def __init__(
+        self,
+        sink: Sink,
+        ports: Ports,
+        *,
+        slots: int,
+        drain: Callable[[], None],
+        left: Callable[[], Iterable[Event]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        """`drain`: hand over what came before. `left`: events that are still to be told of."""
+        self._sink: Sink | None = sink
+        self._ports = ports
+        self._drain = drain
+        self._left = left
+        self._fail = fail
+        self.as_rows = sink.keep == "summary" and sink.judge is None and not sink.writer.histograms
+        self._room = max(_ROOM, 8 * slots)
+        self._free: dict[torch.device, tuple[torch.Tensor, int]] = {}  # a block, rows in use
+        self._now: dict[int, _Captured] = {}  # by thread
+        self._graphs: weakref.WeakKeyDictionary[Any, _Captured] = weakref.WeakKeyDictionary()
+        self._captured = 0  # graphs that hold something of ours
+        self.unknown = 0  # replays of graphs that were captured before we listened
+
+    def close(self) -> None:
+        """Hear no more. What graphs write to stays with them."""
+        self._sink = None
+        self._graphs.clear()
+        self._free.clear()
+
+    def notes(self) -> list[str]:
+        """What a user should know about the graphs that were captured."""
+        if not self._captured:
+            return []
+        kept = "summed up" if self.as_rows else "cloned"
+        text = (
+            f"{self._captured} CUDA graphs were captured. Their layers' values are {kept} inside "
+            "them, also when they are replayed after this recording; each replay is a call, and "
+            "the capture itself is none."
+        )
+        if self._ports.grads:
+            text += " Gradients inside them are not recorded."
+        return [text]
+
+    # While a graph is captured.
+
+    def begins(self, graph: Any) -> None:
+        sink = self._sink
+        if sink is None:
+            return
+        try:
+            with unseen():
+                self._drain()
+                if "tables" in sink.__dict__:
+                    sink.tables.send()  # or it would be captured too, where the stream is the same
+                found = _Captured()
+                if self.as_rows:
+                    self._make_room(found)
+            self._now[get_ident()] = found
+            self._graphs[graph] = found
+            _KEPT[graph] = [found.block]
+        except Exception as error:  # the model must not notice
+            self._fail(error)
+
+    def ends(self, graph: Any) -> None:
+        found = self._now.pop(get_ident(), None)
+        if found is None or self._sink is None:
+            return
+        try:
+            found.events += self._left()
+            if found.block is not None:
+                device = found.block.device
+                block, used = self._free[device]
+                if block is found.block:
+                    self._free[device] = (block, max(used, found.first + found.rows))
+            clones = [part.clone for event in found.events for part in event.parts]
+            _KEPT[graph] = [found.block, clones]
+            self._captured += bool(found.events)
+        except Exception as error:  # the model must not notice
+            self._fail(error)
+
+    def _make_room(self, found: _Captured) -> None:
+        """Rows and kernels before the capture begins: in it nothing is allocated or compiled."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        block, used = self._free.get(device, (None, 0))
+        if block is None or len(block) - used < self._room:
+            with torch.inference_mode(False):
+                block = torch.empty(4 * self._room, WIDTH, dtype=torch.float64, device=device)
+            used = 0
+            self._free[device] = (block, used)
+            for dtype in _DTYPES:
+                on_device.warm(dtype, device)
+        found.block, found.first = block, used
+
+    def heard(
+        self,
+        slot: Slot,
+        port: Port,
+        leaves: Iterable[tuple[str, torch.Tensor | None]],
+        *,
+        told: bool = True,
+    ) -> Event | None:
+        """Capture what keeps these tensors' values; `told`: it is the next thing that happens."""
+        sink = self._sink
+        if sink is None:
+            return None
+        found = self._now.get(get_ident())
+        if found is None:
+            sink.skip(slot, port, "", "it was captured in a CUDA graph that we did not see begin")
+            return None
+        parts, absent = [], []
+        for leaf, tensor in leaves:
+            reason = "None stands where a tensor could"
+            if tensor is not None:
+                try:
+                    parts.append(self._keep(found, leaf, tensor))
+                    continue
+                except Exception as error:  # the capture goes on
+                    reason = str(error).strip().split("\n", 1)[0].rstrip(".")
+            absent.append((leaf, reason))
+        event = Event(slot, port, parts, absent)
+        if told:
+            found.events += self._left()
+            found.events.append(event)
+        return event
+
+    def _keep(self, found: _Captured, leaf: str, tensor: torch.Tensor) -> Part:
+        part = Part(leaf, tensor.shape, tensor.dtype, tensor.device)
+        if not is_plain(tensor):
+            raise TypeError("a tensor of its kind cannot be taken inside a CUDA graph")
+        with torch.no_grad():
+            if not self.as_rows:
+                part.clone = tensor.detach().clone()
+                return part
+            if found.block is None or tensor.device != found.block.device:
+                raise TypeError(f"it is on {tensor.device}, another device than its CUDA graph")
+            if found.first + found.rows >= len(found.block):
+                self._room *= 4
+                raise TypeError(
+                    f"its CUDA graph holds more than {found.rows} values; capture it again"
+                )
+            on_device.fill_on(tensor.detach(), found.block[found.first + found.rows])
+        part.row = found.rows
+        found.rows += 1
+        return part
+
+    # Behind a replay.
+
+    def replayed(self, graph: Any) -> None:
+        sink, found = self._sink, self._graphs.get(graph)
+        if sink is None:
+            return
+        if found is None:
+            self.unknown += 1
+            return
+        if not found.events:
+            return
+        try:
+            with unseen():
+                if capturing():  # a graph within a graph
+                    for event in found.events:
+                        why = "it ran in a CUDA graph that is part of another"
+                        sink.skip(event.slot, event.port, "", why)
+                    return
+                self._drain()
+                self._again(sink, found)
+        except Exception as error:  # the model must not notice
+            self._fail(error)
+
+    def _again(self, sink: Sink, found: _Captured) -> None:
+        """Go through the captured calls: they were made once more."""
+        tickets: list[Ticket] = []
+        entered: dict[int, list[tuple[Call, list[Held]]]] = {}
+        for event in found.events:
+            slot, port = event.slot, event.port
+            stack = entered.setdefault(slot.index, [])
+            if port == "input":
+                held: list[Held] = []
+                call = sink.begin(slot)
+                stack.append((call, held))
+            else:
+                call, held = stack.pop() if stack else (sink.begin(slot), [])
+            for leaf, reason in event.absent:
+                sink.skip(slot, port, leaf, reason)
+            for part in event.parts:
+                if part.clone is not None:
+                    asked = self._ports.inputs or port != "input"
+                    held += sink.hold(slot, port, [(part.leaf, part.clone)], asked=asked)
+                    continue
+                self._bring(sink, found, tickets, part.row)
+                item = Held(port, part.leaf, part.shape, part.dtype, part.device)
+                item.ticket = tickets[part.row]
+                held.append(item)
+            if port != "input":
+                sink.emit(call, held)
+        for stack in entered.values():
+            while stack:
+                sink.emit(*stack.pop())
+
+    def _bring(self, sink: Sink, found: _Captured, tickets: list[Ticket], row: int) -> None:
+        """Copy the graph's rows, as far as this one, to where rows wait to come over."""
+        while row >= len(tickets):
+            assert found.block is not None
+            start = len(tickets)
+            some = found.block[found.first + start : found.first + min(found.rows, start + ROWS)]
+            tickets += sink.tables.of(found.block.device).take_rows(some)
