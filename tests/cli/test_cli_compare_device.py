@@ -42,10 +42,16 @@ def test_a_device_that_is_not_there(run: Run, modes: Path, device: str) -> None:
 
 @needs_no_cuda
 def test_a_target_says_the_same(run: Run, tmp_path: Path) -> None:
-    result = run("record", "tensortap.demo:build", "-o", tmp_path / "run", "--device", "cuda")
-    assert result.code == 2
-    assert "The device 'cuda' cannot be used here: torch" in result.err
-    assert "Install a CUDA build of torch" in result.err
+    (tmp_path / "own.py").write_text(
+        "from torch import nn, ones\n"
+        "def build(device='cpu'):\n"
+        "    return nn.Linear(2, 2).to(device), ones(1, 2)\n"
+    )
+    for target in ("tensortap.demo:build", f"{tmp_path / 'own.py'}:build"):
+        result = run("record", target, "-o", tmp_path / "run", "--device", "cuda")
+        assert result.code == 2
+        assert "The device 'cuda' cannot be used here: torch" in result.err
+        assert "Install a CUDA build of torch" in result.err
 
 
 @needs_no_cuda

@@ -18,9 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import TapError, TargetError
+from ..errors import OptionError, TapError, TargetError
 from .artefacts import SUFFIXES, models_in
 from .failing import LEAVING
+from .options import parse_device
 from .target import Target, describe
 
 __all__ = ["Found", "call", "finding", "folder_of", "importable", "is_file"]
@@ -193,7 +194,19 @@ def call(found: Found, keywords: Mapping[str, Any]) -> object:
         raise TargetError(
             f"The target {found.spec!r} failed: "
             f"{_told(error, getattr(found.module, '__file__', None))}"
+            f"{_about(keywords.get('device'))}"
         ) from error
+
+
+def _about(device: object) -> str:
+    """That torch has no such device: what a function was given says why it failed."""
+    if not isinstance(device, str):
+        return ""
+    try:
+        parse_device(device)
+    except OptionError as error:
+        return f". {error}"
+    return ""
 
 
 def _told(error: BaseException, file: str | None = None) -> str:
