@@ -64,6 +64,23 @@ def test_a_carrier_brings_what_is_there(
     assert place.held == 0
 
 
+def test_what_is_held_is_brought_once_for_all_modes(
+    runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, brought = Carrier(CPU), []
+    load = place._lanes.load
+    monkeypatch.setattr(place._lanes, "load", lambda r: brought.append(r.tensor_id) or load(r))
+    run = tap.open(runs["reference"])
+    first = tap.compare(run, runs["candidate"], device=place)
+    held, times = place.held, len(brought)
+    assert held == sum(entry.nbytes for entry in place._held.values())
+    again = tap.compare(run, first.candidate, device=place)
+    assert place.held <= 2 * held
+    assert len(brought) < 2 * times  # the reference's were there
+    place.close()
+    assert again.to_dict() == first.to_dict()
+
+
 def test_what_is_too_large_is_compared_here_and_said(runs: dict[str, Path]) -> None:
     place = Carrier(CPU, largest=5000)
     found = compared(runs, place)

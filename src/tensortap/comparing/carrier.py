@@ -140,7 +140,8 @@ class Carrier(Place):
         while self._expected:
             record = self._expected[0]
             key = _key(record)
-            if key not in self._known and record.nbytes <= self._largest:
+            new = key not in self._known and key not in self._held
+            if new and record.nbytes <= self._largest:
                 if not self._make_room(record.nbytes, unread_too=False):
                     return
                 try:
