@@ -29,6 +29,7 @@ WHOLE = [d for d in DTYPES if not (d.is_floating_point or d.is_complex)]  # inte
 ISAS: list[str] = list(core.isas()) if core is not None else []
 BACKENDS: list[str] = ["reference", *ISAS]
 EPS = float(np.finfo(np.float64).eps)
+CPU, GPU = 1e-9, 1e-6  # how far from the truth, as a share of the sum of absolute terms
 
 
 class use:
@@ -36,15 +37,21 @@ class use:
 
     def __init__(self, name: str, threads: int = 1) -> None:
         if name == "reference":
-            self.backend = choosing.REFERENCE
+            self.backend, self.suits = choosing.REFERENCE, suits_pair
+            return
+        if name == "triton":  # in its interpreter, unless the tensors are on a device
+            from tensortap.numerics.triton_difference import TritonDifference, readable
+
+            self.backend = type("Interpreted", (TritonDifference,), {"name": "triton"})()
+            self.suits = lambda r, c: readable(r) and readable(c)
             return
         native = type("At", (NativeDifference,), {"name": "native"})()
         native.isa, native.threads = ISAS.index(name), threads
-        self.backend = native
+        self.backend, self.suits = native, suits_pair
 
     def __enter__(self) -> None:
         self._usual = choosing.pick_pair
-        choosing.pick_pair = lambda r, c: self.backend if suits_pair(r, c) else choosing.REFERENCE
+        choosing.pick_pair = lambda r, c: self.backend if self.suits(r, c) else choosing.REFERENCE
 
     def __exit__(self, *_: object) -> None:
         choosing.pick_pair = self._usual
@@ -167,10 +174,12 @@ class Bound(NamedTuple):
         return abs(found - self.value) <= self.within
 
 
-def bound(value: float, scale: float | None = None, slack: float = 0.0) -> Bound:
-    """Within 1e-9 of the sum of absolute terms, and what rounding to subnormals may cost."""
+def bound(
+    value: float, scale: float | None = None, slack: float = 0.0, share: float = CPU
+) -> Bound:
+    """Within a share of the sum of absolute terms, and what rounding to subnormals may cost."""
     scale = value if scale is None else scale
-    return Bound(value, 1e-9 * abs(scale) + slack + 1e-322)
+    return Bound(value, share * abs(scale) + slack + 1e-322)
 
 
 UNDEFINED = Bound(math.nan)
@@ -204,7 +213,9 @@ class Definition:
         *,
         rtol: float | None = None,
         atol: float | None = None,
+        share: float = CPU,
     ) -> None:
+        self.share = share
         self.values: list[tuple[float, float]] = []
         self.mismatched = self.borderline = 0
         for reference, candidate in pairs:
@@ -290,14 +301,19 @@ class Definition:
             return dict.fromkeys(f"{names} {more}".split(), UNDEFINED)
         r, c, d = exact_sides(self.finite)
         mse = d.squares / len(self.finite)
-        result = {"mae": bound(as_float(d.mean_abs)), "rmse": bound(root(mse))}
+        result = {
+            "mae": bound(as_float(d.mean_abs), share=self.share),
+            "rmse": bound(root(mse), share=self.share),
+        }
         if root(mse) > 1e-150:
-            result["mse"] = bound(as_float(mse))
+            result["mse"] = bound(as_float(mse), share=self.share)
         for prefix, side in (("", d), ("reference_", r), ("candidate_", c)):
-            result[f"{prefix}mean"] = bound(as_float(side.mean), as_float(side.mean_abs))
+            result[f"{prefix}mean"] = bound(
+                as_float(side.mean), as_float(side.mean_abs), share=self.share
+            )
             # A mean in float64 is itself rounded; 1e11 standard deviations away that shows.
-            result[f"{prefix}std"] = bound(side.std, slack=4 * EPS * side.top)
-        result |= self._relatives(r, d) | _angles(r, c, d)
+            result[f"{prefix}std"] = bound(side.std, slack=4 * EPS * side.top, share=self.share)
+        result |= self._relatives(r, d) | _angles(r, c, d, self.share)
         if any(len({float(v) for v in side}) == 1 for side in zip(*self.finite, strict=True)):
             result["correlation"] = UNDEFINED  # also of large integers that float64 makes equal
         return result
@@ -305,49 +321,53 @@ class Definition:
     def _relatives(self, r: Exact, d: Exact) -> dict[str, Bound]:
         each = [abs(subtract(a, b)) / (abs(float(a)) + 1e-8) for a, b in self.finite]
         result = {
-            "max_relative": bound(max(each)),
-            "mean_relative": bound(math.fsum(v / len(each) for v in each)),
+            "max_relative": bound(max(each), share=self.share),
+            "mean_relative": bound(math.fsum(v / len(each) for v in each), share=self.share),
         }
         if not r.norm:
             names = ("relative_mse", "relative_mae", "sqnr_db", "error")
             return result | dict.fromkeys(names, UNDEFINED)
         coarse = 1e-322 / r.norm  # norms among the subnormals hold few digits
         error = root(d.squares / r.squares)
-        result["error"] = bound(error, slack=8 * coarse * max(1.0, error))
+        result["error"] = bound(error, slack=8 * coarse * max(1.0, error), share=self.share)
         if error > 1e-150:
             square = as_float(d.squares / r.squares)
-            result["relative_mse"] = bound(square, slack=16 * coarse * max(1.0, square))
+            result["relative_mse"] = bound(
+                square, slack=16 * coarse * max(1.0, square), share=self.share
+            )
         mae = as_float(d.mean_abs / r.mean_abs)
-        result["relative_mae"] = bound(mae, slack=8 * len(each) * coarse * max(1.0, mae))
+        result["relative_mae"] = bound(
+            mae, slack=8 * len(each) * coarse * max(1.0, mae), share=self.share
+        )
         if not d.norm:
             result["sqnr_db"] = Bound(math.inf)
         elif min(r.norm, d.norm) > 1e-300:
             decibels = 20 * math.log10(r.norm) - 20 * math.log10(d.norm)
-            result["sqnr_db"] = Bound(decibels, 1e-8 * max(1.0, abs(decibels)))
+            result["sqnr_db"] = Bound(decibels, 10 * self.share * max(1.0, abs(decibels)))
         return result
 
 
-def _angles(r: Exact, c: Exact, d: Exact) -> dict[str, Bound]:
+def _angles(r: Exact, c: Exact, d: Exact, share: float) -> dict[str, Bound]:
     result = {"rel": UNDEFINED, "cosine": UNDEFINED, "cosine_distance": UNDEFINED}
     both, norms = r.squares + c.squares, r.squares * c.squares
     if both:
-        result["rel"] = bound(as_float(d.squares / both), slack=1e-321 / root(both))
+        result["rel"] = bound(as_float(d.squares / both), slack=1e-321 / root(both), share=share)
     if norms and min(r.norm, c.norm) < 1e-300:
         del result["cosine"], result["cosine_distance"]
     elif norms:
         cosine, terms = _cosine(r, c)
         # Where all terms are almost nothing beside the norms, rounding shows: 1e-16 for 1e-20.
-        result["cosine"] = Bound(cosine, 1e-9 * terms + 1e-14)
+        result["cosine"] = Bound(cosine, share * terms + 1e-14)
         distance = 1 - cosine
         if cosine > 0:  # 1 - cos = (1 - cos²) / (1 + cos), of which the numerator is exact here
             distance = as_float(1 - r.dot(c)[0] ** 2 / norms) / (1 + cosine)
-        result["cosine_distance"] = Bound(distance, 1e-9 * root(d.squares**2 / norms) + 1e-300)
+        result["cosine_distance"] = Bound(distance, share * root(d.squares**2 / norms) + 1e-300)
     if not (r.std and c.std):
         result["correlation"] = UNDEFINED
     elif min(r.std, c.std) > 1e-300:
         correlation, terms = _cosine(r.centred, c.centred)
         rounding = EPS * (r.top / r.std + c.top / c.std)
-        result["correlation"] = Bound(correlation, 1e-9 * terms + 8 * rounding + 1e-14)
+        result["correlation"] = Bound(correlation, share * terms + 8 * rounding + 1e-14)
     return result
 
 

@@ -1,14 +1,18 @@
 """Who computes: the registry of numerics backends, and the choice among them.
 
-`TENSORTAP_BACKEND=native|reference` forces one, for tests and for ruling the core out when
-something looks wrong; it is read once.
+The compiled core reads CPU memory, Triton's kernels CUDA tensors of the common dtypes; the torch
+reference does the rest, on any device. `TENSORTAP_BACKEND=native|triton|reference` allows but one
+beside the reference, for tests and for ruling out the others when something looks wrong; it is read
+once.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -69,12 +73,51 @@ class _Native(native.NativeBackend, NativeDifference):
     """Everything by the compiled core."""
 
 
+class _Triton:
+    """Everything by Triton's kernels, which are imported on first use: that takes half a second."""
+
+    name = "triton"
+
+    def summarize_row(
+        self, tensor: torch.Tensor, histogram: bool
+    ) -> tuple[Sequence[float], Histogram | None]:
+        from tensortap.numerics.device import accumulate_on, empty_rows
+
+        if histogram:  # which the kernels have not
+            return REFERENCE.summarize_row(tensor, histogram)
+        row = empty_rows(1, tensor.device)[0]
+        accumulate_on(tensor, row)
+        return row.tolist(), None
+
+    def difference_row(
+        self,
+        stream: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        *,
+        percentiles: bool,
+        rtol: float | None,
+        atol: float | None,
+    ) -> tuple[Sequence[float], Sequence[float] | None, Histogram | None]:
+        from tensortap.numerics.triton_difference import TritonDifference
+
+        return TritonDifference().difference_row(
+            stream, percentiles=percentiles, rtol=rtol, atol=atol
+        )
+
+    def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
+        from tensortap.numerics.triton_difference import TritonDifference
+
+        return TritonDifference().profile_rows(reference, candidate)
+
+
 REFERENCE: Backend = _Reference()
 _NATIVE: Backend = _Native()
+_TRITON: Backend = _Triton()
 
 BACKENDS: dict[str, Backend] = {"reference": REFERENCE}
 if native.core is not None:
     BACKENDS["native"] = _NATIVE
+if importlib.util.find_spec("triton") is not None:
+    BACKENDS["triton"] = _TRITON
 
 _VARIABLE = "TENSORTAP_BACKEND"
 
@@ -89,6 +132,11 @@ def _forced() -> str | None:
             f"{_VARIABLE} asks for the native backend, but {native.missing}. "
             "Install a C++ compiler and reinstall tensortap, or unset the variable."
         )
+    if name == "triton" and name not in BACKENDS:
+        raise OptionError(
+            f"{_VARIABLE} asks for the triton backend, but Triton is not installed. "
+            "It comes with CUDA builds of torch: install one, or unset the variable."
+        )
     if name not in BACKENDS:
         raise OptionError(
             f"{_VARIABLE} is {name!r}, but the backends are: {', '.join(sorted(BACKENDS))}."
@@ -96,29 +144,46 @@ def _forced() -> str | None:
     return name
 
 
+@cache
+def _kernels() -> ModuleType | None:
+    """The kernels for pairs, where Triton can be imported."""
+    try:
+        from tensortap.numerics import triton_difference
+    except ImportError:
+        return None
+    return triton_difference
+
+
 def pick(tensor: torch.Tensor) -> Backend:
-    """The backend for this tensor: the core where it can read the memory, else the reference."""
+    """The backend for this tensor: the quickest that can read it where it lies."""
     forced = _forced()
-    if forced is not None and forced != "native":
-        return BACKENDS[forced]
-    return _NATIVE if native.suits(tensor) else REFERENCE
+    if forced == "reference":
+        return REFERENCE
+    if tensor.is_cuda:
+        suits = forced != "native" and _kernels() is not None and not tensor.is_quantized
+        return _TRITON if suits else REFERENCE
+    return _NATIVE if forced != "triton" and native.suits(tensor) else REFERENCE
 
 
 def pick_pair(reference: torch.Tensor, candidate: torch.Tensor) -> Backend:
-    """The backend for two tensors: the core where it can read both, else the reference."""
+    """The backend for two tensors: the quickest that can read both where they lie."""
     forced = _forced()
-    if forced is not None and forced != "native":
-        return BACKENDS[forced]
-    return _NATIVE if suits_pair(reference, candidate) else REFERENCE
+    if forced == "reference":
+        return REFERENCE
+    if reference.is_cuda:
+        kernels = _kernels() if forced != "native" else None
+        suits = kernels is not None and kernels.suits_pair(reference, candidate)
+        return _TRITON if suits else REFERENCE
+    return _NATIVE if forced != "triton" and suits_pair(reference, candidate) else REFERENCE
 
 
 def describe() -> dict[str, Any]:
-    """Which backend CPU tensors get and why, for `tensortap doctor`."""
+    """Which backend tensors get on a CPU and on CUDA, and why, for `tensortap doctor`."""
     forced = _forced()
     if native.core is None:
         backend, why = "reference", native.missing
     elif forced is not None:
-        backend, why = forced, f"{_VARIABLE} is set"
+        backend, why = "native" if forced == "native" else "reference", f"{_VARIABLE} is set"
     else:
         backend, why = "native", "the compiled core is installed"
     core = native.core if backend == "native" else None
@@ -128,4 +193,16 @@ def describe() -> dict[str, Any]:
         "isa": core.isa() if core is not None else None,
         "openmp": core.openmp() if core is not None else None,
         "threads": torch.get_num_threads(),
+        "cuda": _describe_cuda(forced),
     }
+
+
+def _describe_cuda(forced: str | None) -> dict[str, str] | None:
+    """The same for CUDA; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    if forced in ("native", "reference"):
+        return {"backend": "reference", "why": f"{_VARIABLE} is set"}
+    if _kernels() is None:
+        return {"backend": "reference", "why": "Triton cannot be imported"}
+    return {"backend": "triton", "why": "Triton is installed"}

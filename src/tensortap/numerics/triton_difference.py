@@ -1,0 +1,213 @@
+"""Differences of tensors on CUDA, without bringing them over. The kernels:
+triton_difference_kernels.py.
+
+Each pair is three launches: one pass over both, a second over those spans that the first was not
+sure of, and a look into the spans that hold the largest difference. What comes back is a table of
+the spans' partial sums, a few hundred rows; it is joined here. Device -1 is Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tensortap.numerics import triton_difference_kernels as kernels
+from tensortap.numerics.difference_row import EMPTY, State, merge_rows, tolerances
+from tensortap.numerics.difference_spans import joined
+from tensortap.numerics.histogram import Histogram
+from tensortap.numerics.layout import paired_pieces, plain
+from tensortap.numerics.triton_difference_kernels import KINDS, PARTIAL, Kind
+from tensortap.numerics.triton_percentiles import Distances
+
+__all__ = ["TritonDifference", "suits_pair"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Stream = Callable[[], Iterator[Pair]]
+Table = NDArray[np.float64]
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
+_COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
+_MOST = 2048  # spans, of which each leaves a row of the table
+_PENDING = 256  # tables that wait on the device to be fetched together
+_HUGE = 1e30  # tolerances that float32 is not asked about
+
+
+class Shape(NamedTuple):
+    """How the kernels are cut: what was quickest on an H200."""
+
+    lanes: int = 512
+    warps: int = 8
+    unroll: int = 2
+    stages: int = 1
+    per_sm: int = 8
+    careful_lanes: int = 512
+
+
+SHAPE = Shape()
+INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=4, careful_lanes=64)
+
+
+def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Whether the kernels read both, on one device."""
+    return (
+        reference.is_cuda
+        and candidate.is_cuda
+        and reference.get_device() == candidate.get_device()
+        and readable(reference)
+        and readable(candidate)
+    )
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.dtype in KINDS
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+class _Launched(NamedTuple):
+    """A pair whose table is on its way."""
+
+    table: torch.Tensor
+    pairs: int
+    same_dtype: bool
+
+
+class TritonDifference:
+    """What the Triton backend knows about pairs."""
+
+    def difference_row(
+        self, stream: Stream, *, percentiles: bool, rtol: float | None, atol: float | None
+    ) -> tuple[Sequence[float], Sequence[float] | None, Histogram | None]:
+        row, pending = EMPTY, list[_Launched]()
+        distances = Distances() if percentiles else None
+        with torch.no_grad():
+            for reference, candidate in stream():
+                usual = tolerances(reference.dtype, candidate.dtype)
+                limits = (usual[0] if rtol is None else rtol, usual[1] if atol is None else atol)
+                for one, two in ordered_pieces(reference, candidate):
+                    pending.append(launch(one, two, *limits))
+                    if distances is not None:
+                        distances.sample(one, two)
+                    if len(pending) >= _PENDING:
+                        row = _collected(row, pending)
+            row = _collected(row, pending)
+            if distances is None:
+                return row, None, None
+            found = distances.values(int(row.finite), lambda: _ordered(stream))
+            return row, found, distances.histogram()
+
+    def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
+        from tensortap.numerics.device_profile import profile_on
+
+        return profile_on(reference, candidate)
+
+
+def ordered_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[Pair]:
+    """Both flat and in order, 8-bit floats and bools as bytes are left to `launch`."""
+    left, right = reference.detach(), candidate.detach()
+    whole = left.is_contiguous() and right.is_contiguous()
+    limit = max(1, left.numel()) if whole else _COPY_LIMIT
+    for one, two in paired_pieces(left, right, limit):
+        yield plain(one), plain(two)
+
+
+def _ordered(stream: Stream) -> Iterator[Pair]:
+    for reference, candidate in stream():
+        yield from ordered_pieces(reference, candidate)
+
+
+def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> _Launched:
+    """Enqueue the kernels for two flat contiguous tensors that have elements."""
+    index = one.get_device()
+    if index >= 0 and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return launch(one, two, rtol, atol)
+    shape = SHAPE if index >= 0 else INTERPRETED
+    left, right = KINDS[one.dtype], KINDS[two.dtype]
+    same_dtype = one.dtype == two.dtype
+    r, c = as_read(one), as_read(two)
+    size = r.numel()
+    each = 128 // min(left.bits, right.bits)
+    step = shape.lanes * each * shape.unroll
+    tiles = -(-size // (step * _most_programs(index, shape)))
+    programs = -(-size // (step * tiles))
+    table = torch.empty((len(PARTIAL), programs), dtype=torch.float64, device=r.device)
+    limits = _bits(rtol), _bits(atol)
+    careful = left.wide or right.wide or max(rtol, atol) > _HUGE
+    if not careful:
+        r_words, c_words, words = _in_words(r, c, left, right)
+        kernels.measure[(programs,)](
+            r, c, r_words, c_words, table, programs, size, tiles, *limits,
+            LANES=shape.lanes, EACH=each, UNROLL=shape.unroll, WORDS=words,
+            R=left, C=right, ASM=index >= 0, STAGES=shape.stages, num_warps=shape.warps,
+        )  # fmt: skip
+    span = tiles * step
+    kernels.repair[(programs,)](
+        r, c, table, programs, size, span, *limits,
+        LANES=shape.careful_lanes, R=left, C=right, ALL=careful, num_warps=shape.warps,
+    )  # fmt: skip
+    kernels.locate[(programs,)](
+        r, c, table, programs, size, span,
+        LANES=shape.careful_lanes, PROGRAMS=_MOST, R=left, C=right, num_warps=shape.warps,
+    )  # fmt: skip
+    return _Launched(table, size, same_dtype)
+
+
+def as_read(flat: torch.Tensor) -> torch.Tensor:
+    """What the kernels load: 8-bit floats and bools as bytes."""
+    if flat.dtype == torch.bool or (flat.dtype.is_floating_point and flat.element_size() == 1):
+        return flat.view(torch.uint8)
+    return flat
+
+
+def _in_words(
+    r: torch.Tensor, c: torch.Tensor, left: Kind, right: Kind
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Two bfloat16 tensors as words of two each, where they can be."""
+    if left.name != "bf16" or right.name != "bf16" or r.data_ptr() % 16 or c.data_ptr() % 16:
+        return r, c, False
+    even = r.numel() // 2 * 2
+    if not even or r.storage_offset() % 2 or c.storage_offset() % 2:
+        return r, c, False
+    return r[:even].view(torch.int32), c[:even].view(torch.int32), True
+
+
+def _bits(value: float) -> int:
+    """A float64 as an integer, since Triton would round it to float32."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+@cache
+def _most_programs(index: int, shape: Shape) -> int:
+    if index < 0:
+        return shape.per_sm
+    units = int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return min(_MOST, shape.per_sm * units)
+
+
+def _collected(row: State, pending: list[_Launched]) -> State:
+    """All tables in one copy, joined and merged in order."""
+    if not pending:
+        return row
+    tables = [item.table.reshape(-1) for item in pending]
+    if any(t.device != tables[0].device for t in tables):  # pairs of several devices in one stream
+        tables = [t.cpu() for t in tables]
+    flat = (tables[0] if len(tables) == 1 else torch.cat(tables)).cpu().numpy()
+    start = 0
+    for item in pending:
+        size = item.table.numel()
+        columns = flat[start : start + size].reshape(len(PARTIAL), -1)
+        spans = dict(zip(PARTIAL, columns, strict=True))
+        row = merge_rows(row, joined(spans, item.pairs, same_dtype=item.same_dtype))
+        start += size
+    pending.clear()
+    return row

@@ -1,0 +1,591 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
+"""Triton's side of triton_difference.py: spans of two tensors to partials (`PARTIAL` columns).
+
+`measure` reads a span once, in float32: a thread's few pairs are added up there, the threads' sums
+in float64. The reference is shifted by one of its own values from near its mean, so that offsets do
+no harm. It knows where that will not do: values that are not finite, squares that leave the range
+of float32, differences that are all alike, a candidate that is next to nothing beside the
+reference, a pair on the very limit of the tolerances. Such spans are `repair`ed: read again in
+float64. `locate` finds the largest difference, in the spans that may hold it; `gather` what lies
+between given bounds, for percentiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+__all__ = ["KINDS", "PARTIAL", "Kind", "gather", "locate", "measure", "repair"]
+
+PARTIAL: tuple[str, ...] = (
+    "finite",
+    "agreeing",
+    "disagreeing",
+    "mismatched",
+    "differing",  # whether any bit does
+    "r_mean",
+    "r_m2",  # the sum of squared deviations
+    "d_mean",
+    "d_m2",
+    "c_mean",
+    "c_m2",
+    "rd",  # the sum of products of deviations
+    "rc",
+    "r_dot_c",
+    "d_abs",
+    "r_abs",
+    "relative",
+    "max_relative",
+    "top",  # the largest |d| as float32; -1 without a finite pair
+    "care",  # what `repair` is to do: 0 nothing, 1 count mismatches, 2 everything
+    "max_abs",  # as float64, where located; else -1
+    "max_abs_at",
+    "max_abs_reference",
+    "max_abs_candidate",
+)
+
+_BIG = tl.constexpr(1e37)
+_FAINT = tl.constexpr(1e-28)  # a mean square from which float32 loses nothing that shows
+_EDGE = tl.constexpr(2.0**-22)  # how far float32 may be from the limit that float64 has
+_NOWHERE = tl.constexpr(1 << 62)
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What the kernels must know of a dtype."""
+
+    name: str
+    bits: int
+    wide: bool = False  # float32 does not hold all its values
+
+    def __repr__(self) -> str:  # Triton makes it part of the names of its functions
+        return self.name
+
+
+KINDS = {
+    torch.float32: Kind("f32", 32),
+    torch.bfloat16: Kind("bf16", 16),
+    torch.float16: Kind("f16", 16),
+    torch.float8_e5m2: Kind("e5m2", 8),
+    torch.float8_e4m3fn: Kind("e4m3", 8),
+    torch.int8: Kind("i8", 8),
+    torch.uint8: Kind("u8", 8),
+    torch.bool: Kind("u8", 8),
+    torch.int16: Kind("i16", 16),
+    torch.int32: Kind("i32", 32, wide=True),
+}
+
+
+@triton.jit
+def _narrow(raw, K: tl.constexpr):
+    """The value as float32. 8-bit floats come as bytes."""
+    if K.name == "e5m2":  # the upper half of a float16
+        value = (raw.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    elif K.name == "e4m3":  # moved to where float32 has exponent and mantissa
+        wide = raw.to(tl.int32)
+        moved = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
+        value = moved.to(tl.float32, bitcast=True) * (2.0**120)
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+    else:
+        value = raw.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _wide(raw, K: tl.constexpr):
+    """The value as float64."""
+    if K.wide:
+        value = raw.to(tl.float64)
+    else:
+        value = _narrow(raw, K).to(tl.float64)
+    return value
+
+
+@triton.jit
+def _bits(raw, K: tl.constexpr):
+    if K.name == "f32":
+        bits = raw.to(tl.int32, bitcast=True)
+    elif K.name == "bf16" or K.name == "f16":
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = raw.to(tl.int32)
+    return bits
+
+
+@triton.jit
+def _inverse(value, ASM: tl.constexpr):
+    if ASM:
+        result = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [value], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = 1.0 / value
+    return result
+
+
+@triton.jit
+def _words(raw):
+    """Two bfloat16 of a word, side by side."""
+    low = (raw << 16).to(tl.float32, bitcast=True)
+    high = (raw & -65536).to(tl.float32, bitcast=True)
+    return tl.join(low, high).reshape(raw.shape[0], 2 * raw.shape[1])
+
+
+@triton.jit
+def _terms(r, c, a, rtol, atol, ASM: tl.constexpr):
+    """The sums of each lane's terms; `a` is r, shifted."""
+    d = c - r
+    size, away = tl.abs(r), tl.abs(d)
+    relative = away * _inverse(size + 1e-8, ASM)
+    limit = rtol * size + atol
+    room = limit - away
+    over = room.to(tl.int32, bitcast=True) >> 31  # -1 where |d| is above it
+    edge = _EDGE * limit - tl.abs(room)
+    return (
+        tl.sum(a, 1),
+        tl.sum(a * a, 1),
+        tl.sum(d, 1),
+        tl.sum(d * d, 1),
+        tl.sum(a * d, 1),
+        tl.sum(r * c, 1),
+        tl.sum(away, 1),
+        tl.sum(size, 1),
+        tl.sum(relative, 1),
+        tl.max(relative, 1),
+        tl.max(away, 1),
+        tl.max(edge, 1),
+        tl.sum(over, 1),
+    )
+
+
+@triton.jit
+def _shift(r, start, stop, LANES: tl.constexpr, R: tl.constexpr):
+    """A value of the span near the mean of its first ones: of a constant, the constant."""
+    lane = tl.arange(0, LANES)
+    first = tl.load(r + start)
+    head = _narrow(tl.load(r + start + lane, mask=start + lane < stop, other=first), R)
+    middle = tl.sum(head) / LANES
+    away = tl.abs(head - middle)
+    return tl.max(tl.where(away == tl.min(away), head, float("-inf")))
+
+
+@triton.jit(do_not_specialize=["parts", "stride", "size", "tiles", "rtol_bits", "atol_bits"])
+def measure(
+    r, c, r_words, c_words, parts, stride, size, tiles, rtol_bits, atol_bits,
+    LANES: tl.constexpr, EACH: tl.constexpr, UNROLL: tl.constexpr, WORDS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, ASM: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each program takes `tiles` tiles of both; with WORDS, both are bfloat16, two to a word."""
+    TILE: tl.constexpr = LANES * EACH
+    PAIR: tl.constexpr = 2 if WORDS else 1
+    STEP: tl.constexpr = TILE * UNROLL
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * tiles * STEP
+    stop = tl.minimum(start + tiles.to(tl.int64) * STEP, size)
+    rtol = rtol_bits.to(tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    atol = atol_bits.to(tl.int64).to(tl.float64, bitcast=True).to(tl.float32)
+    shift = _shift(r, start, stop, LANES, R)
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    word = tl.arange(0, LANES)[:, None] * (EACH // 2) + tl.arange(0, EACH // 2)[None, :]
+    a1 = tl.zeros([LANES], tl.float64)
+    a2 = tl.zeros([LANES], tl.float64)
+    d1 = tl.zeros([LANES], tl.float64)
+    d2 = tl.zeros([LANES], tl.float64)
+    ad = tl.zeros([LANES], tl.float64)
+    rc = tl.zeros([LANES], tl.float64)
+    far = tl.zeros([LANES], tl.float64)
+    big = tl.zeros([LANES], tl.float64)
+    rel = tl.zeros([LANES], tl.float64)
+    peak = tl.zeros([LANES], tl.float32)
+    top = tl.zeros([LANES], tl.float32)
+    edge = tl.zeros([LANES], tl.float32)
+    over = tl.zeros([LANES], tl.int32)
+    unlike = tl.zeros([LANES, EACH // PAIR], tl.int32)
+    steps = ((stop - start) // STEP).to(tl.int32)
+    first = program.to(tl.int64) * tiles * (STEP // PAIR)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        at = first + step * (STEP // PAIR)
+        for turn in tl.static_range(UNROLL):
+            if WORDS:
+                rw = tl.load(r_words + at + turn * (TILE // 2) + word)
+                cw = tl.load(c_words + at + turn * (TILE // 2) + word)
+                unlike |= rw ^ cw
+                x, y = _words(rw), _words(cw)
+            else:
+                rw = tl.load(r + at + turn * TILE + cell)
+                cw = tl.load(c + at + turn * TILE + cell)
+                if R.name == C.name:
+                    unlike |= _bits(rw, R) ^ _bits(cw, C)
+                x, y = _narrow(rw, R), _narrow(cw, C)
+            t = _terms(x, y, x - shift, rtol, atol, ASM)
+            if turn == 0:
+                s0, s1, s2, s3, s4, s5, s6, s7, s8 = (
+                    t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8]
+                )  # fmt: skip
+            else:
+                s0 += t[0]
+                s1 += t[1]
+                s2 += t[2]
+                s3 += t[3]
+                s4 += t[4]
+                s5 += t[5]
+                s6 += t[6]
+                s7 += t[7]
+                s8 += t[8]
+            peak = tl.maximum(peak, t[9])
+            top = tl.maximum(top, t[10])
+            edge = tl.maximum(edge, t[11])
+            over += t[12]
+        a1 += s0.to(tl.float64)
+        a2 += s1.to(tl.float64)
+        d1 += s2.to(tl.float64)
+        d2 += s3.to(tl.float64)
+        ad += s4.to(tl.float64)
+        rc += s5.to(tl.float64)
+        far += s6.to(tl.float64)
+        big += s7.to(tl.float64)
+        rel += s8.to(tl.float64)
+    differing = tl.sum(tl.sum((unlike != 0).to(tl.int32), 1))
+    for at in range(
+        start + steps * STEP, stop, TILE
+    ):  # the last tiles, of which there may be no more than a part
+        here = at + cell < stop
+        rw = tl.load(r + at + cell, mask=here, other=0)
+        cw = tl.load(c + at + cell, mask=here, other=0)
+        if R.name == C.name:
+            differing += tl.sum(tl.sum((_bits(rw, R) != _bits(cw, C)).to(tl.int32), 1))
+        x, y = _narrow(rw, R), _narrow(cw, C)
+        t = _terms(x, y, tl.where(here, x - shift, 0.0), rtol, atol, ASM)
+        a1 += t[0].to(tl.float64)
+        a2 += t[1].to(tl.float64)
+        d1 += t[2].to(tl.float64)
+        d2 += t[3].to(tl.float64)
+        ad += t[4].to(tl.float64)
+        rc += t[5].to(tl.float64)
+        far += t[6].to(tl.float64)
+        big += t[7].to(tl.float64)
+        rel += t[8].to(tl.float64)
+        peak = tl.maximum(peak, t[9])
+        top = tl.maximum(top, t[10])
+        edge = tl.maximum(edge, t[11])
+        over += t[12]
+    n = (stop - start).to(tl.float64)
+    s_a, s_aa, s_d, s_dd = tl.sum(a1), tl.sum(a2), tl.sum(d1), tl.sum(d2)
+    s_rc, s_r, most = tl.sum(rc), tl.sum(big), tl.max(top)
+    a_mean, d_mean = s_a / n, s_d / n
+    r_m2, d_m2 = s_aa - s_a * a_mean, s_dd - s_d * d_mean
+    both = tl.sum(ad) - s_a * d_mean
+    c_m2 = r_m2 + 2 * both + d_m2
+    good = (s_aa < _BIG) & (s_dd < _BIG) & (tl.abs(s_rc) < _BIG)
+    good = good & ((s_aa >= n * _FAINT) | (tl.abs(shift) > 1e-6) | (s_r == 0))
+    good = good & ((s_dd >= n * _FAINT) | (most == 0))
+    good = good & (s_a * a_mean <= 0.5 * s_aa) & (s_d * d_mean <= 0.5 * s_dd)
+    good = good & (8 * c_m2 >= r_m2 + d_m2)
+    care = tl.where(good, tl.where(tl.max(edge) > 0, 1.0, 0.0), 2.0)
+    r_mean = shift.to(tl.float64) + a_mean
+    out = parts + program
+    tl.store(out, n)
+    tl.store(out + 1 * stride, 0.0)
+    tl.store(out + 2 * stride, 0.0)
+    tl.store(out + 3 * stride, -tl.sum(over).to(tl.float64))
+    tl.store(out + 4 * stride, (differing != 0).to(tl.float64))
+    tl.store(out + 5 * stride, r_mean)
+    tl.store(out + 6 * stride, tl.maximum(r_m2, 0.0))
+    tl.store(out + 7 * stride, d_mean)
+    tl.store(out + 8 * stride, tl.maximum(d_m2, 0.0))
+    tl.store(out + 9 * stride, r_mean + d_mean)
+    tl.store(out + 10 * stride, tl.maximum(c_m2, 0.0))
+    tl.store(out + 11 * stride, both)
+    tl.store(out + 12 * stride, r_m2 + both)
+    tl.store(out + 13 * stride, s_rc)
+    tl.store(out + 14 * stride, tl.sum(far))
+    tl.store(out + 15 * stride, s_r)
+    tl.store(out + 16 * stride, tl.sum(rel))
+    tl.store(out + 17 * stride, tl.max(peak).to(tl.float64))
+    tl.store(out + 18 * stride, most.to(tl.float64))
+    tl.store(out + 19 * stride, care)
+
+
+@triton.jit
+def _pair(r, c, at, stop, LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    """Both values in float64, whether they are there, and whether both are finite; else zeros."""
+    lane = at + tl.arange(0, LANES)
+    there = lane < stop
+    x = _wide(tl.load(r + lane, mask=there, other=0), R)
+    y = _wide(tl.load(c + lane, mask=there, other=0), C)
+    finite = there & (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
+    return x, y, there, finite
+
+
+@triton.jit(do_not_specialize=["parts", "stride", "size", "span", "rtol_bits", "atol_bits"])
+def repair(
+    r, c, parts, stride, size, span, rtol_bits, atol_bits,
+    LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The spans that `measure` was not sure of, or ALL of them, in float64."""
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * span
+    stop = tl.minimum(start + span, size)
+    rtol = rtol_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    atol = atol_bits.to(tl.int64).to(tl.float64, bitcast=True)
+    out = parts + program
+    if ALL:
+        care = 2.0
+    else:
+        care = tl.load(out + 19 * stride)
+    if care == 1.0:
+        over = tl.zeros([LANES], tl.int32)
+        for at in range(start, stop, LANES):
+            x, y, _, finite = _pair(r, c, at, stop, LANES, R, C)
+            limit = atol + rtol * tl.abs(x)
+            over += (finite & (tl.abs(y - x) > limit)).to(tl.int32)
+        tl.store(out + 3 * stride, tl.sum(over).to(tl.float64))
+    if care == 2.0:
+        _repair(r, c, out, stride, start, stop, rtol, atol, LANES, R, C)
+
+
+@triton.jit
+def _repair(
+    r, c, out, stride, start, stop, rtol, atol,
+    LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Counts and the largest values first, of which the latter are then the shifts."""
+    least = float("-inf")
+    good = tl.zeros([LANES], tl.int32)
+    alike = tl.zeros([LANES], tl.int32)
+    over = tl.zeros([LANES], tl.int32)
+    unlike = tl.zeros([LANES], tl.int32)
+    x0 = tl.full([LANES], least, tl.float64)
+    y0 = tl.full([LANES], least, tl.float64)
+    d0 = tl.full([LANES], least, tl.float64)
+    top = tl.full([LANES], -1.0, tl.float64)
+    peak = tl.zeros([LANES], tl.float64)
+    for at in range(start, stop, LANES):
+        lane = at + tl.arange(0, LANES)
+        x, y, there, finite = _pair(r, c, at, stop, LANES, R, C)
+        if R.name == C.name:
+            rw = tl.load(r + lane, mask=there, other=0)
+            cw = tl.load(c + lane, mask=there, other=0)
+            unlike |= _bits(rw, R) ^ _bits(cw, C)
+        same = (x == y) | ((x != x) & (y != y))
+        x, y = tl.where(finite, x, 0.0), tl.where(finite, y, 0.0)
+        d = y - x
+        away = tl.abs(d)
+        good += finite.to(tl.int32)
+        alike += (there & (finite == 0) & same).to(tl.int32)
+        over += (finite & (away > atol + rtol * tl.abs(x))).to(tl.int32)
+        x0 = tl.maximum(x0, tl.where(finite, x, least))
+        y0 = tl.maximum(y0, tl.where(finite, y, least))
+        d0 = tl.maximum(d0, tl.where(finite, d, least))
+        top = tl.maximum(top, tl.where(finite, away, -1.0))
+        peak = tl.maximum(peak, away / (tl.abs(x) + 1e-8))
+    finite_count = tl.sum(good)
+    agreeing = tl.sum(alike)
+    disagreeing = (stop - start).to(tl.int32) - finite_count - agreeing
+    some = finite_count > 0
+    x_shift = tl.where(some, tl.max(x0), 0.0)
+    y_shift = tl.where(some, tl.max(y0), 0.0)
+    d_shift = tl.where(some, tl.max(d0), 0.0)
+    tl.store(out, finite_count.to(tl.float64))
+    tl.store(out + 1 * stride, agreeing.to(tl.float64))
+    tl.store(out + 2 * stride, disagreeing.to(tl.float64))
+    tl.store(out + 3 * stride, (tl.sum(over) + disagreeing).to(tl.float64))
+    tl.store(out + 4 * stride, (tl.sum((unlike != 0).to(tl.int32)) != 0).to(tl.float64))
+    tl.store(out + 17 * stride, tl.max(peak))
+    tl.store(out + 18 * stride, tl.max(top).to(tl.float32).to(tl.float64))
+    a1 = tl.zeros([LANES], tl.float64)
+    a2 = tl.zeros([LANES], tl.float64)
+    b1 = tl.zeros([LANES], tl.float64)
+    b2 = tl.zeros([LANES], tl.float64)
+    e1 = tl.zeros([LANES], tl.float64)
+    e2 = tl.zeros([LANES], tl.float64)
+    ab = tl.zeros([LANES], tl.float64)
+    ae = tl.zeros([LANES], tl.float64)
+    rc = tl.zeros([LANES], tl.float64)
+    far = tl.zeros([LANES], tl.float64)
+    big = tl.zeros([LANES], tl.float64)
+    rel = tl.zeros([LANES], tl.float64)
+    for at in range(start, stop, LANES):
+        x, y, there, finite = _pair(r, c, at, stop, LANES, R, C)
+        x, y = tl.where(finite, x, 0.0), tl.where(finite, y, 0.0)
+        d = y - x
+        a = tl.where(finite, x - x_shift, 0.0)
+        b = tl.where(finite, y - y_shift, 0.0)
+        e = tl.where(finite, d - d_shift, 0.0)
+        a1 += a
+        a2 += a * a
+        b1 += b
+        b2 += b * b
+        e1 += e
+        e2 += e * e
+        ab += a * b
+        ae += a * e
+        rc += x * y
+        far += tl.abs(d)
+        big += tl.abs(x)
+        rel += tl.abs(d) / (tl.abs(x) + 1e-8)
+    n = tl.maximum(finite_count.to(tl.float64), 1.0)
+    s_a, s_b, s_e = tl.sum(a1), tl.sum(b1), tl.sum(e1)
+    tl.store(out + 5 * stride, x_shift + s_a / n)
+    tl.store(out + 6 * stride, tl.maximum(tl.sum(a2) - s_a * (s_a / n), 0.0))
+    tl.store(out + 7 * stride, d_shift + s_e / n)
+    tl.store(out + 8 * stride, tl.maximum(tl.sum(e2) - s_e * (s_e / n), 0.0))
+    tl.store(out + 9 * stride, y_shift + s_b / n)
+    tl.store(out + 10 * stride, tl.maximum(tl.sum(b2) - s_b * (s_b / n), 0.0))
+    tl.store(out + 11 * stride, tl.sum(ae) - s_a * (s_e / n))
+    tl.store(out + 12 * stride, tl.sum(ab) - s_a * (s_b / n))
+    tl.store(out + 13 * stride, tl.sum(rc))
+    tl.store(out + 14 * stride, tl.sum(far))
+    tl.store(out + 15 * stride, tl.sum(big))
+    tl.store(out + 16 * stride, tl.sum(rel))
+    tl.store(out + 19 * stride, 2.0)
+
+
+@triton.jit(do_not_specialize=["parts", "stride", "size", "span"])
+def locate(
+    r, c, parts, stride, size, span,
+    LANES: tl.constexpr, PROGRAMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """The largest |d| of the spans that hold the largest float32 of it, and the first place."""
+    program = tl.program_id(0)
+    each = tl.arange(0, PROGRAMS)
+    tops = tl.load(parts + 18 * stride + each, mask=each < stride, other=-1.0)
+    most = tl.max(tops)
+    mine = tl.load(parts + 18 * stride + program)
+    first = tl.min(tl.where(tops == most, each, PROGRAMS))
+    out = parts + program + 20 * stride
+    tl.store(out, -1.0)
+    tl.store(out + stride, -1.0)
+    # Where all are equal to the last bit, the first place is in the first span.
+    if (mine == most) & (most >= 0) & ((most > 0) | (program == first)):
+        start = program.to(tl.int64) * span
+        stop = tl.minimum(start + span, size)
+        best = tl.full([LANES], -1.0, tl.float64)
+        place = tl.full([LANES], _NOWHERE, tl.int64)
+        for at in range(start, stop, LANES):
+            x, y, _, finite = _pair(r, c, at, stop, LANES, R, C)
+            away = tl.where(
+                finite, tl.abs(tl.where(finite, y, 0.0) - tl.where(finite, x, 0.0)), -1.0
+            )
+            more = away > best
+            best = tl.where(more, away, best)
+            place = tl.where(more, at + tl.arange(0, LANES), place)
+        largest = tl.max(best)
+        where = tl.min(tl.where(best == largest, place, _NOWHERE))
+        tl.store(out, largest)
+        tl.store(out + stride, where.to(tl.float64))
+        tl.store(out + 2 * stride, _wide(tl.load(r + where), R))
+        tl.store(out + 3 * stride, _wide(tl.load(c + where), C))
+
+
+@triton.jit
+def _above(away, bound):
+    """How many of each lane's distances are no less than the bound."""
+    return tl.sum((away >= bound).to(tl.int32), 1)
+
+
+@triton.jit(do_not_specialize=["bounds", "counts", "kept", "room", "size", "tiles"])
+def gather(
+    r, c, bounds, counts, kept, room, size, tiles,
+    LANES: tl.constexpr, EACH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Count |d| against sixteen bounds that ascend, four to a bracket, and keep the brackets.
+
+    A bracket's bounds are a number, the next one, another number and its next one: what lies
+    between the second and the third is kept in float64, in any order. `counts` has a place for
+    each bound, one for how many were kept, and one for those on a number that float32 rounded.
+    """
+    TILE: tl.constexpr = LANES * EACH
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * tiles * TILE
+    stop = tl.minimum(start + tiles.to(tl.int64) * TILE, size)
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    b0, b1, b2, b3 = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3)
+    b4, b5, b6, b7 = (
+        tl.load(bounds + 4), tl.load(bounds + 5), tl.load(bounds + 6), tl.load(bounds + 7)
+    )  # fmt: skip
+    b8, b9, b10, b11 = (
+        tl.load(bounds + 8), tl.load(bounds + 9), tl.load(bounds + 10), tl.load(bounds + 11)
+    )  # fmt: skip
+    b12, b13, b14, b15 = (
+        tl.load(bounds + 12), tl.load(bounds + 13), tl.load(bounds + 14), tl.load(bounds + 15)
+    )  # fmt: skip
+    n0 = tl.zeros([LANES], tl.int32)
+    n1 = tl.zeros([LANES], tl.int32)
+    n2 = tl.zeros([LANES], tl.int32)
+    n3 = tl.zeros([LANES], tl.int32)
+    n4 = tl.zeros([LANES], tl.int32)
+    n5 = tl.zeros([LANES], tl.int32)
+    n6 = tl.zeros([LANES], tl.int32)
+    n7 = tl.zeros([LANES], tl.int32)
+    n8 = tl.zeros([LANES], tl.int32)
+    n9 = tl.zeros([LANES], tl.int32)
+    n10 = tl.zeros([LANES], tl.int32)
+    n11 = tl.zeros([LANES], tl.int32)
+    n12 = tl.zeros([LANES], tl.int32)
+    n13 = tl.zeros([LANES], tl.int32)
+    n14 = tl.zeros([LANES], tl.int32)
+    n15 = tl.zeros([LANES], tl.int32)
+    rounded = tl.zeros([LANES], tl.int32)
+    for at in range(start, stop, TILE):
+        here = at + cell < stop
+        x = tl.load(r + at + cell, mask=here, other=0)
+        y = tl.load(c + at + cell, mask=here, other=0)
+        if R.wide or C.wide:
+            x, y = _wide(x, R), _wide(y, C)
+            away = tl.abs(y - x).to(tl.float32)
+        else:
+            x, y = _narrow(x, R), _narrow(y, C)
+            away = tl.abs(y - x)
+        finite = here & (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
+        away = tl.where(finite, tl.minimum(away, 3.4028234663852886e38), -1.0)
+        n0 += _above(away, b0)
+        n1 += _above(away, b1)
+        n2 += _above(away, b2)
+        n3 += _above(away, b3)
+        n4 += _above(away, b4)
+        n5 += _above(away, b5)
+        n6 += _above(away, b6)
+        n7 += _above(away, b7)
+        n8 += _above(away, b8)
+        n9 += _above(away, b9)
+        n10 += _above(away, b10)
+        n11 += _above(away, b11)
+        n12 += _above(away, b12)
+        n13 += _above(away, b13)
+        n14 += _above(away, b14)
+        n15 += _above(away, b15)
+        inside = ((away >= b1) & (away < b2)) | ((away >= b5) & (away < b6))
+        inside = inside | ((away >= b9) & (away < b10)) | ((away >= b13) & (away < b14))
+        ends = (away == b0) | (away == b2) | (away == b4) | (away == b6)
+        ends = ends | (away == b8) | (away == b10) | (away == b12) | (away == b14)
+        many = tl.sum(inside.to(tl.int32), 1)
+        total = tl.sum(many + tl.sum(ends.to(tl.int32), 1) * 65536)
+        if total > 0:
+            exact = tl.abs(y.to(tl.float64) - x.to(tl.float64))
+            rounded += tl.sum((ends & (exact != away.to(tl.float64))).to(tl.int32), 1)
+            found = total & 65535
+            base = tl.atomic_add(counts + 16, found.to(tl.int64))
+            before = tl.cumsum(inside.to(tl.int32), 1) - 1
+            place = base + (tl.cumsum(many, 0) - many)[:, None] + before
+            tl.store(kept + place, exact, mask=inside & (place < room))
+    tl.atomic_add(counts, tl.sum(n0).to(tl.int64))
+    tl.atomic_add(counts + 1, tl.sum(n1).to(tl.int64))
+    tl.atomic_add(counts + 2, tl.sum(n2).to(tl.int64))
+    tl.atomic_add(counts + 3, tl.sum(n3).to(tl.int64))
+    tl.atomic_add(counts + 4, tl.sum(n4).to(tl.int64))
+    tl.atomic_add(counts + 5, tl.sum(n5).to(tl.int64))
+    tl.atomic_add(counts + 6, tl.sum(n6).to(tl.int64))
+    tl.atomic_add(counts + 7, tl.sum(n7).to(tl.int64))
+    tl.atomic_add(counts + 8, tl.sum(n8).to(tl.int64))
+    tl.atomic_add(counts + 9, tl.sum(n9).to(tl.int64))
+    tl.atomic_add(counts + 10, tl.sum(n10).to(tl.int64))
+    tl.atomic_add(counts + 11, tl.sum(n11).to(tl.int64))
+    tl.atomic_add(counts + 12, tl.sum(n12).to(tl.int64))
+    tl.atomic_add(counts + 13, tl.sum(n13).to(tl.int64))
+    tl.atomic_add(counts + 14, tl.sum(n14).to(tl.int64))
+    tl.atomic_add(counts + 15, tl.sum(n15).to(tl.int64))
+    tl.atomic_add(counts + 17, tl.sum(rounded).to(tl.int64))
