@@ -113,7 +113,7 @@ class Measured:
     def absent(self, *names: str) -> Cell | None:
         """A cell that says why, unless all of these were timed."""
         for name in names:
-            if self.timings is None or name not in self.timings.seconds:
+            if name in self.lost or self.timings is None or name not in self.timings.seconds:
                 return Cell(missing=self.lost.get(name, "it was not run"))
         return None
 

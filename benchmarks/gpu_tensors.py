@@ -76,7 +76,8 @@ def _record_to(
         return Measured(lost=lost), Cell(missing=lost["ours"]), []
     forwards = {**others, "ours": own.forward(plain.ids)}
     kept = checked(plain, forwards, lost)
-    own.settle()
+    attempt(own.settle, lost, "ours")
+    kept = {name: forward for name, forward in kept.items() if name not in lost}
     large = shape.batch * shape.length >= 1 << 14
     try:
         found = measure(
