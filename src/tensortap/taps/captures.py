@@ -110,13 +110,13 @@ class Captures:
         if not self._captured:
             return []
         kept = "summed up" if self.as_rows else "cloned"
+        graphs = "A CUDA graph was" if self._captured == 1 else f"{self._captured} CUDA graphs were"
         text = (
-            f"{self._captured} CUDA graphs were captured. Their layers' values are {kept} inside "
-            "them, also when they are replayed after this recording; each replay is a call, and "
-            "the capture itself is none."
+            f"{graphs} captured. The layers' values are {kept} inside, also in replays after this "
+            "recording; each replay is a call, and the capture itself is none."
         )
         if self._ports.grads:
-            text += " Gradients inside them are not recorded."
+            text += " Gradients inside are not recorded."
         return [text]
 
     # While a graph is captured.

@@ -5,8 +5,8 @@ What makes this harder than three lines of hooks:
 - We record what the next module receives: our hook is kept behind everybody else's.
 - A forward pass that runs inside backward is activation checkpointing at work, and no new call.
 - Gradients come from tensor hooks: module backward hooks raise on in-place activations.
-- Under `torch.compile` the hook is traced: it puts an operator into the graph (`in_graph`), or clones
-  and leaves the rest to `drain`. While a CUDA graph is captured it may only launch (`captures`).
+- Under `torch.compile` the hook is traced: it puts an operator into the graph (`in_graph`), or
+  clones, and `drain` does the rest. While a CUDA graph is captured it only launches (`captures`).
 - Whatever goes wrong in here is our trouble and never the model's.
 """
 
