@@ -401,3 +401,38 @@ def test_add_takes_device_tensors_too(tmp_path) -> None:
     assert x.requires_grad
     writer.close()
     assert torch.equal(tap.open(tmp_path / "r")["l"].output, x.detach())
+
+
+def test_modes_may_change_while_a_region_fills(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late())
+    expected = []
+    for order in range(9):
+        with torch.inference_mode(order % 3 == 0), torch.set_grad_enabled(order % 3 == 1):
+            x = torch.randn(3, requires_grad=order % 3 == 1)
+            y = x * 2
+            add(writer, order, y)
+            assert y.requires_grad == (order % 3 == 1)
+            expected.append(y.tolist())
+    writer.close()
+    assert writer.failure is None
+    assert [record.tensor().tolist() for record in tap.open(tmp_path / "r").records] == expected
+
+
+def test_an_interrupted_hand_over_is_made_again(tmp_path) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late)
+    send = late.send
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        late.send = send
+        raise KeyboardInterrupt
+
+    late.send = interrupted
+    add(writer, 0, torch.ones(3))
+    with pytest.raises(KeyboardInterrupt):
+        writer.flush()
+    add(writer, 1, torch.ones(4))
+    writer.close()
+    assert writer.failure is None
+    run = tap.open(tmp_path / "r")
+    assert run.layers == ["l0", "l1"] and run["l0"].output.tolist() == [1, 1, 1]

@@ -128,9 +128,8 @@ class Ferry:
 
     def ship(self, key: Key) -> Parcel:
         """Send a load on its way; what it needs of the host is a few launches."""
-        load = self.loads.pop(key)
+        load = self.loads[key]
         region, side, end = load.region, load.stage.side, load.used
-        self._lost.append(load.buffer)  # until the copy is known to be on its way
         parcel = Parcel(buffer=load.buffer, used=end, entries=load.entries, rows_at=-1)
         with torch.inference_mode(False), torch.no_grad(), self.cuda.on(side):
             side.wait_event(load.taken)
@@ -140,9 +139,15 @@ class Ferry:
             self.cuda.send(region.memory[:end], here, pinned=pinned)
             region.copied = parcel.ready = self.cuda.event()
             region.copied.record(side)
-        self._lost.remove(load.buffer)
+        del self.loads[key]  # not before: whoever is interrupted until here may do it again
         load.stage.give(region)
         return parcel
+
+    def lose(self, key: Key) -> None:
+        """Give a load up that cannot be sent; its buffer stays, a device may still write to it."""
+        load = self.loads.pop(key, None)
+        if load is not None:
+            self._lost.append(load.buffer)
 
     def _fill(self, load: Load) -> bool:
         """Sum up all tensors of a load; False where the writer's thread must do it."""

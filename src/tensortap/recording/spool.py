@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..errors import TapError
 from ..numerics import memory as host_memory
 from ..numerics.summary import WIDTH, Summary
 from .arena import Arena
@@ -41,7 +42,7 @@ REMEMBERED = 1 << 16
 
 _WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
-_DIGEST_THREADS = 2  # of our own, beside those of the model
+_THREADS = 2  # of our own, beside those of the model
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
@@ -59,7 +60,7 @@ class Spool:
         seal_after: float,
         histograms: bool,
         pending: Callable[[], Parcel | None],
-        claim: Callable[[Key, int], int],
+        claim: Callable[[Sequence[Key], Sequence[int]], list[int]],
     ) -> None:
         self.failure: str | None = None
         self.alive = True
@@ -193,25 +194,34 @@ class Spool:
         if rows_at >= 0:
             there = np.frombuffer(buffer.memory, np.float64, count * WIDTH, rows_at)
             rows[:] = there.reshape(count, WIDTH)
+        keys = [
+            (host_memory.digest(buffer.address + e.offset, e.nbytes, _THREADS), e.nbytes, e.dtype)
+            for e in parcel.entries
+        ]
+        numbers = self._claim(keys, [entry.number for entry in parcel.entries])
         kept: list[Entry] = []
-        for entry, row in zip(parcel.entries, rows, strict=True):
-            end = entry.offset + entry.nbytes
-            digest = host_memory.digest(
-                buffer.address + entry.offset, entry.nbytes, _DIGEST_THREADS
-            )
-            number = self._claim((digest, entry.nbytes, entry.dtype), entry.number)
+        for entry, number, row in zip(parcel.entries, numbers, rows, strict=True):
             self._stand(entry.number, number)
             if number != entry.number:
                 continue
+            end = entry.offset + entry.nbytes
             if gap := -entry.nbytes % ALIGNMENT:
                 buffer.memory[end : end + gap] = bytes(gap)
-            histogram = None
-            if rows_at < 0:
+            if rows_at >= 0:
+                kept.append(entry._replace(row=row))
+            else:
                 values = memoryview(buffer.memory)[entry.offset : end]
-                tensor = from_bytes(values, entry.dtype, entry.shape)
-                histogram = fill_row(row, tensor, self._histograms, threads=_DIGEST_THREADS)
-            kept.append(entry._replace(row=row, histogram=sparse(histogram)))
+                kept.append(self._summed_up(entry, from_bytes(values, entry.dtype, entry.shape)))
         parcel.entries = kept
+
+    def _summed_up(self, entry: Entry, tensor: torch.Tensor) -> Entry:
+        """An entry with its summary; without, where there can be none."""
+        row = np.empty(WIDTH)
+        try:
+            histogram = fill_row(row, tensor, self._histograms, threads=_THREADS)
+        except (TapError, RuntimeError, TypeError, NotImplementedError):
+            return entry
+        return entry._replace(row=row, histogram=sparse(histogram))
 
     def _segment(self) -> SegmentOutput:
         """The open segment; a full one is sealed first."""
@@ -240,7 +250,6 @@ class Spool:
             else:
                 self._write(run, memory, whole)
                 run = _Run(output, start, entry.offset, end)
-            assert entry.row is not None
             self._remember(entry, entry.row, entry.histogram)
             if output.full or output.builder.size >= self._seal_size:
                 self._write(run, memory, whole)
@@ -283,8 +292,12 @@ class Spool:
         name = tensor_id(self._rank, entry.number)
         return output.builder.place(name, code, shape, entry.nbytes, align)
 
-    def _remember(self, entry: Entry, row: np.ndarray[Any, Any], histogram: Sparse | None) -> None:
+    def _remember(
+        self, entry: Entry, row: np.ndarray[Any, Any] | None, histogram: Sparse | None
+    ) -> None:
         self._stand(entry.number, entry.number)
+        if row is None:
+            return
         self._summaries[entry.number] = (row, histogram)
         if len(self._summaries) > (_WITH_HISTOGRAM if self._histograms else 2 * REMEMBERED):
             self._summaries.popitem(last=False)
@@ -308,21 +321,21 @@ class Spool:
                 self._add_line(line, parcel)
 
     def _add_line(self, line: Line, parcel: Parcel) -> None:
-        if line.number >= 0:
-            number, here = self._resolve(line.number)
+        number = line.number
+        if number >= 0:
+            number, here = self._resolve(number)
             if not here:
                 self._early.setdefault(number, []).append(line)
                 return
-            line = line._replace(number=number)
         row: np.ndarray[Any, Any] | None = None
         histogram: Sparse | None = None
-        if line.number < 0:
+        if number < 0:
             assert parcel.table is not None
             row, histogram = parcel.table[line.summary], parcel.histograms.get(line.summary)
             if parcel.present_only and not row[0]:
                 return
-        elif line.number in self._summaries:
-            row, histogram = self._summaries[line.number]
+        elif number in self._summaries:
+            row, histogram = self._summaries[number]
         builder = self._segment().builder
         index = -1  # a summary that is forgotten by now is computed by the reader
         if row is not None:
@@ -330,10 +343,10 @@ class Spool:
             builder.summaries.append(row)
             if histogram is not None:
                 builder.histograms.append((index, *histogram))
-            if line.number < 0 and line.summary in parcel.sketches:
+            if number < 0 and line.summary in parcel.sketches:
                 builder.sketch(index, parcel.sketches[line.summary])
         site = builder.site(self._sites[line.site])
-        builder.row((site, *line.moment, line.number, index))
+        builder.row((site, *line.moment, number, index))
 
     def _sync(self) -> None:
         """Wait for the disk itself to have what was sealed since the last time."""

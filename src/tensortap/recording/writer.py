@@ -273,6 +273,7 @@ class Writer:
         try:
             self._spool.put(self._ferry.ship(key))
         except Exception as error:  # what was taken is lost: say so, but not to the model
+            self._ferry.lose(key)
             self._spool.put(Broken(error))
         if self._parcel.buffer is None:
             self._hand_over()
@@ -283,11 +284,11 @@ class Writer:
                 self._ship(key)
             self._hand_over()
 
-    def _claim(self, key: Key, number: int) -> int:
-        """The number under which this content is stored: from now on this one, if under none."""
+    def _claim(self, keys: Sequence[Key], numbers: Sequence[int]) -> list[int]:
+        """The numbers under which contents are stored: these, where they are not stored yet."""
         with self._lock:
-            known = self._known.setdefault(key, number)
-            if len(self._known) > REMEMBERED:
+            known = [self._known.setdefault(*pair) for pair in zip(keys, numbers, strict=True)]
+            while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return known
 
