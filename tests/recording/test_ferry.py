@@ -84,7 +84,8 @@ class Late(Cuda):
         if self.full:
             return None
         self.allocated += nbytes
-        return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            return torch.full((nbytes,), 0xEE, dtype=torch.uint8)
 
     def pin(self, address: int, nbytes: int) -> str | None:
         if not self.pins:

@@ -39,7 +39,8 @@ class Region:
         dtype = tensor.dtype
         flat = self._flat.get(dtype)
         if flat is None:
-            flat = self._flat[dtype] = self.memory.view(dtype)
+            with torch.inference_mode(False):  # so that it may be written in any mode later
+                flat = self._flat[dtype] = self.memory.view(dtype)
         start, shape = offset // dtype.itemsize, tensor.shape
         if tensor.is_contiguous() and tensor.numel():
             return flat.as_strided(shape, tensor.stride(), start)
