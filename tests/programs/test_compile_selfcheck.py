@@ -18,10 +18,15 @@ def _model() -> nn.Module:
 
 
 def _checks(
-    model: nn.Module, path: Path, inputs: bool = True, backend: Any = "aot_eager"
+    model: nn.Module,
+    path: Path,
+    inputs: bool = True,
+    backend: Any = "aot_eager",
+    keep: Any = "tensors",
 ) -> dict[str, bool]:
     compiled = torch.compile(model, backend=backend)
-    with torch.no_grad(), tap.record(compiled, path, layers="all", inputs=inputs) as recorder:
+    options: dict[str, Any] = {"layers": "all", "inputs": inputs, "keep": keep}
+    with torch.no_grad(), tap.record(compiled, path, **options) as recorder:
         recorder.run(torch.randn(3, 4))
         recorder.run(torch.randn(3, 4))
     run = tap.open(path)
@@ -31,6 +36,7 @@ def _checks(
 
 def test_linears_of_a_compiled_model_are_checked(tmp_path: Path) -> None:
     assert _checks(_model(), tmp_path / "run") == {"0": True, "2": True}
+    assert _checks(_model(), tmp_path / "sums", keep="summary") == {"0": True, "2": True}
 
 
 class _Breaks(nn.Module):
@@ -79,8 +85,9 @@ def _miscompile(graph: torch.fx.GraphModule, examples: list[Tensor]) -> Callable
 
 
 def test_a_miscompiled_linear_is_found_out(tmp_path: Path) -> None:
-    found = _checks(_model(), tmp_path / "run", backend=_miscompile)
-    assert found == {"0": False, "2": True}
+    for name, keep in (("run", "tensors"), ("sums", "summary")):
+        found = _checks(_model(), tmp_path / name, backend=_miscompile, keep=keep)
+        assert found == {"0": False, "2": True}
     assert [f.layer for f in tap.open(tmp_path / "run").check()] == ["0"]
 
 

@@ -170,6 +170,7 @@ class EagerTap:
                 pending=lambda slot, thread: self._places[slot.index].pending.setdefault(
                     thread, []
                 ),
+                check=self._check_heard if self.ports.inputs and self.ports.outputs else None,
                 fail=self._fail,
             )
             if is_compiled:
@@ -491,6 +492,15 @@ class EagerTap:
                 held += sink.hold(slot, "output", flatten(value))
                 self._check_linear(index, self._given.pop(index, None), value)
             sink.emit(call, held)
+
+    def _check_heard(self, slot: Slot, port: Port, tensor: torch.Tensor) -> None:
+        """The same of a value that is heard inside the graph, and kept until the layer ends."""
+        if slot.index in self._checked or type(self._places[slot.index].module) is not nn.Linear:
+            return
+        if port == "input":
+            self._given[slot.index] = ((tensor.detach().clone(),), {})
+        else:
+            self._check_linear(slot.index, self._given.pop(slot.index, None), tensor)
 
     def _check_linear(self, index: int, given: Any, output: Any) -> None:
         """That a compiled linear gives its input times its weight, where both were recorded."""

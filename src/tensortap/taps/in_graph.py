@@ -32,6 +32,7 @@ __all__ = ["InGraph"]
 
 Pending = Callable[[Slot, int], list[tuple[Call, list[Held]]]]
 Found = list[tuple[str, torch.Tensor | None]]
+Check = Callable[[Slot, Port, torch.Tensor], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -68,14 +69,19 @@ class InGraph:
         guarded: HooksGuarded,
         outputs: bool,
         pending: Pending,
+        check: Check | None,
         fail: Callable[[Exception], None],
     ) -> None:
-        """`pending`: calls of a layer by a thread that have begun; `outputs`: whether they end."""
+        """`pending`: calls of a layer by a thread that have begun; `outputs`: whether they end.
+
+        `check` is shown each value as it is heard, but for those of captured graphs.
+        """
         self._sink: Sink | None = sink
         self._slots = slots
         self._captures = captures
         self._outputs = outputs
         self._pending = pending
+        self._check = check
         self._fail = fail
         self._of: list[_Traced] = []  # by number
         self._runs: dict[int, _Run] = {}  # by thread
@@ -204,6 +210,8 @@ class InGraph:
             return
         with self._beside(tensor) if tensor.is_cuda else nullcontext():
             run.heard[number] = sink.hold(traced.slot, traced.port, [(leaf, tensor)])
+            if self._check is not None and not leaf:
+                self._check(traced.slot, traced.port, tensor)
 
     def tell(self) -> None:
         """The runs so far are over: tell of the calls in them."""
