@@ -53,7 +53,7 @@ class Cuda:
         try:
             with torch.inference_mode(False):  # so that it may be written in any mode later
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
+        except torch.cuda.OutOfMemoryError:
             return None
 
     def pin(self, address: int, nbytes: int) -> str | None:
