@@ -17,7 +17,7 @@ import torch
 from test_format import DTYPES, bits, sample
 
 import tensortap as tap
-from tensortap.recording import Manifest, Row, Writer
+from tensortap.recording import Manifest, Row, Writer, ferry
 from tensortap.recording.cuda import Cuda
 from tensortap.recording.ferry import Ferry
 from tensortap.recording.schema import Site
@@ -437,3 +437,20 @@ def test_an_interrupted_hand_over_is_made_again(tmp_path) -> None:
     assert writer.failure is None
     run = tap.open(tmp_path / "r")
     assert run.layers == ["l0", "l1"] and run["l0"].output.tolist() == [1, 1, 1]
+
+
+def test_a_device_has_its_memory_back_when_nothing_was_taken_for_a_while(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(ferry, "_PATIENCE", 0.3)
+    writer = open_writer(tmp_path / "r", Late(), seal_after=0.1)
+    add(writer, 0, torch.ones(3))
+    (stage,) = writer._ferry._stages.values()
+    assert stage.owned > 0
+    end = time.monotonic() + 10
+    while stage.owned and time.monotonic() < end:
+        time.sleep(0.02)
+    assert stage.owned == 0
+    add(writer, 1, torch.ones(4))
+    writer.close()
+    assert tap.open(tmp_path / "r").layers == ["l0", "l1"]

@@ -13,6 +13,7 @@ is all the waiting there is.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ __all__ = ["Ferry", "Load"]
 _CHUNK = 32 << 20  # small tensors share a region of this size
 _MOST = 256  # tensors in one
 _LARGEST_POOL = 1 << 30
+_PATIENCE = 10.0  # seconds without a tensor, after which a device has its memory back
 
 Key = tuple[int, int]
 """(device, stream)"""
@@ -81,6 +83,7 @@ class Ferry:
         self._rows = rows
         self._stages: dict[int, Stage] = {}
         self._lost: list[Buffer] = []
+        self._opened = 0.0
         arena.release = self._unpin
 
     @property
@@ -121,6 +124,7 @@ class Ferry:
         region = stage.take(self.size_for(nbytes), stream)
         if region is None:
             return None
+        self._opened = time.monotonic()
         capacity = min(region.capacity, buffer.capacity)
         load = Load(stage, region, buffer, stream, self.cuda.event(), capacity)
         self.loads[key] = load
@@ -157,8 +161,13 @@ class Ferry:
             return False
         return True
 
+    def rest(self) -> None:
+        """Called now and then: a training run that is watched may take nothing for hours."""
+        if not self.loads and time.monotonic() - self._opened > _PATIENCE:
+            self.clear()
+
     def clear(self) -> None:
-        """The recording ends: give the devices' memory back."""
+        """Give the devices' memory back."""
         for stage in self._stages.values():
             stage.clear()
 

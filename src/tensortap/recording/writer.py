@@ -431,6 +431,7 @@ class Writer:
         with self._lock:
             for key in list(self._ferry.loads):
                 self._ship(key)
+            self._ferry.rest()
             parcel, self._parcel = self._parcel, Parcel()
         if not parcel and parcel.buffer is not None:
             self._arena.give(parcel.buffer)
