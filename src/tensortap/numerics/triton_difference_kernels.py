@@ -82,7 +82,9 @@ KINDS = {
 @triton.jit
 def _narrow(raw, K: tl.constexpr):
     """The value as float32. 8-bit floats come as bytes."""
-    if K.name == "e5m2":  # the upper half of a float16
+    if K.name == "bf16":  # the upper half of a float32
+        value = (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif K.name == "e5m2":  # the upper half of a float16
         value = (raw.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
     elif K.name == "e4m3":  # moved to where float32 has exponent and mantissa
         wide = raw.to(tl.int32)
