@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -46,3 +48,27 @@ def test_a_recording_says_its_precision(tmp_path: Path) -> None:
     with tap.record(model, tmp_path / "r", layers="all"):
         model(torch.ones(1, 8).bfloat16())
     assert precision_of(tap.open(tmp_path / "r")) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "expected"),
+    [
+        ("cuda:0", "highest", "float32"),
+        ("cuda:0", "ieee", "float32"),
+        ("cuda:0", "high", "tf32"),
+        ("cuda:0", "tf32", "tf32"),  # as torch's newer setting says it
+        ("cpu", "tf32", "float32"),
+    ],
+)
+def test_float32_matrices_of_a_gpu_may_be_tf32(
+    tmp_path: Path, device: str, setting: str, expected: str
+) -> None:
+    model = nn.Linear(8, 8)
+    with tap.record(model, tmp_path / "r", layers="all"):
+        model(torch.ones(1, 8))
+    manifest = tmp_path / "r" / "recording.json"
+    data = json.loads(manifest.read_text())
+    data["device"] = device
+    data["environment"]["float32_matmul_precision"] = setting
+    manifest.write_text(json.dumps(data))
+    assert precision_of(tap.open(tmp_path / "r")) == expected

@@ -60,7 +60,7 @@ def precision_of(recording: Recording) -> str | None:
     manifest = recording.manifest
     dtypes = manifest.target.get("dtypes")
     gpu = not manifest.device.startswith("cpu")
-    fast = manifest.environment.get("float32_matmul_precision") in ("high", "medium")
+    fast = manifest.environment.get("float32_matmul_precision") in ("high", "medium", "tf32")
     return coarsest(dtypes if isinstance(dtypes, dict) else {}, tf32=gpu and fast)
 
 
