@@ -55,6 +55,7 @@ def _operators() -> tuple[Any, Any]:
         library.define(f"{name}(Tensor tensor, int ear, int site, str leaf) -> ()", tags=tags)
         library.impl(name, _hear, "CompositeExplicitAutograd")
         library.impl(name, lambda tensor, ear, site, leaf: None, "Meta")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")  # nothing to differentiate
     _LIBRARY.append(library)  # they are undefined when their library is collected
     spaces = torch.ops.tensortap
     for operator in (spaces.hear.default, spaces.hear_captured.default):

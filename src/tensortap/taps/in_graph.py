@@ -25,6 +25,7 @@ from .captures import Captures, Event
 from .hearing import Ear, HooksGuarded, recomputing
 from .leaves import shortened, signature_order, traceable
 from .replays import capturing
+from .shortcut import shortcut
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
@@ -46,6 +47,11 @@ class _Traced:
     leaves: tuple[str, ...]
     absent: tuple[str, ...]  # leaves that are None
     places: tuple[int, ...]  # of the leaves, when they are told of
+
+    @property
+    def alone(self) -> bool:
+        """Whether the one tensor that it speaks is all there is to know of its call."""
+        return self.port == "output" and len(self.leaves) == 1 and not self.absent
 
 
 @dataclass(eq=False)
@@ -84,9 +90,13 @@ class InGraph:
         self._check = check
         self._fail = fail
         self._of: list[_Traced] = []  # by number
+        self._in_order: set[str] = set()  # graphs that run as they were traced
+        self._unsure: set[str] = set()  # graphs that broke off when we looked
+        self._quick: dict[int, Callable[[torch.Tensor], bool]] = {}  # by number, of those
         self._runs: dict[int, _Run] = {}  # by thread
         self._events: dict[int, list[Event]] = {}  # of captured runs that are over, by thread
         self._streams: dict[torch.device, Any] = {}
+        self._raw: dict[int, int] = {}
         self._lock = threading.Lock()
         self._guarded = guarded
         self._ear = Ear(self._hear, captured=True)
@@ -183,6 +193,9 @@ class InGraph:
         sink = self._sink
         if sink is None or recomputing():
             return
+        quick = self._quick.get(number)
+        if quick is not None and self._on_own_stream(tensor) and quick(tensor):
+            return
         try:
             with unseen():
                 self._take(sink, number, tensor)
@@ -210,6 +223,8 @@ class InGraph:
             return
         with self._beside(tensor) if tensor.is_cuda else nullcontext():
             run.heard[number] = sink.hold(traced.slot, traced.port, [(leaf, tensor)])
+            if traced.graph in self._in_order:
+                self._tell_at_once(number, thread)
             if self._check is not None and not leaf:
                 self._check(traced.slot, traced.port, tensor)
 
@@ -240,6 +255,35 @@ class InGraph:
                 self._events.setdefault(thread, []).append(event)
             else:
                 self._tell_one(sink, traced, [held for some in values for held in some], thread)
+
+        if not run.captured:
+            self._learn(sink, run)
+
+    def _learn(self, sink: Sink, run: _Run) -> None:
+        """A graph that speaks in the order of its calls, one tensor each, needs no waiting.
+
+        Its operators run in the same order every time.
+        """
+        numbers = list(run.heard)
+        if not sink.has_shortcut or numbers != sorted(numbers):
+            return
+        if run.graph in self._in_order or run.graph in self._unsure:
+            return
+        if all(self._of[number].alone for number in numbers):
+            self._in_order.add(run.graph)
+            for number in numbers:
+                traced = self._of[number]
+                self._quick[number] = shortcut(traced.slot, sink, traced.leaves[0])
+
+    def _tell_at_once(self, number: int, thread: int) -> None:
+        """In such a graph a call is over when it is heard; unless it is new to us."""
+        if number not in self._quick:
+            graph = self._of[number].graph
+            self._in_order.discard(graph)
+            self._unsure.add(graph)
+            for other in [n for n in self._quick if self._of[n].graph == graph]:
+                del self._quick[other]
+        self._end(thread)
 
     def _calls(self, run: _Run) -> Iterable[tuple[_Traced, list[Any]]]:
         """The calls of a run as they were traced, each with what was heard of it."""
@@ -273,6 +317,14 @@ class InGraph:
 
     # On a device.
 
+    def _on_own_stream(self, tensor: torch.Tensor) -> bool:
+        index = tensor.get_device()
+        return (
+            index >= 0
+            and torch._C._cuda_getCurrentRawStream(index) == self._raw.get(index)
+            and not torch._C._len_torch_dispatch_stack()
+        )
+
     @contextmanager
     def _beside(self, tensor: torch.Tensor) -> Iterator[None]:
         """On the stream that our rows belong to, in order with the one that runs.
@@ -303,7 +355,9 @@ class InGraph:
         with torch.cuda.device(device), torch.no_grad(), torch.inference_mode(False):
             sink.tables.of(device)
             on_device.fill_on(torch.zeros(4, device=device), on_device.empty_rows(1, device)[0])
-        self._streams[device] = torch.cuda.current_stream(device)
+        stream = torch.cuda.current_stream(device)
+        self._streams[device] = stream
+        self._raw[stream.device_index] = stream.cuda_stream
 
 
 def _graph() -> str:

@@ -23,7 +23,7 @@ __all__ = ["Quick", "shortcut"]
 _Known = tuple[int, DeviceTable, Callable[[int, int], object]]
 
 
-def shortcut(slot: Slot, sink: Sink) -> Callable[[torch.Tensor], bool]:
+def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor], bool]:
     """Takes an output of this layer and says whether that was all there is to do."""
     known: dict[Any, _Known | None] = {}
     plain, order = torch.Tensor, sink.next_order
@@ -44,7 +44,7 @@ def shortcut(slot: Slot, sink: Sink) -> Callable[[torch.Tensor], bool]:
             known[key] = (
                 None
                 if bound is None
-                else (sink.output_site(slot, output), sink.tables.of(output.device), bound)
+                else (sink.output_site(slot, output, leaf), sink.tables.of(output.device), bound)
             )
         found = known[key]
         if found is None:

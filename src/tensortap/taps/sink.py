@@ -198,12 +198,12 @@ class Sink:
             self.skip(slot, "output", "", _why(error))
         return True
 
-    def output_site(self, slot: Slot, tensor: torch.Tensor) -> int:
-        """The site of a layer whose output is this one plain tensor."""
-        key = (slot.index, tensor.shape, tensor.dtype, tensor.device)
+    def output_site(self, slot: Slot, tensor: torch.Tensor, leaf: str = "") -> int:
+        """The site of a layer whose output is, or holds, this one plain tensor."""
+        key = (slot.index, leaf, tensor.shape, tensor.dtype, tensor.device)
         site = self._sites.get(key)
         if site is None:
-            held = Held("output", "", tensor.shape, tensor.dtype, tensor.device)
+            held = Held("output", leaf, tensor.shape, tensor.dtype, tensor.device)
             site = self._sites[key] = self._site(slot, held)
         return site
 
