@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-BUSY = 300_000_000  # cycles that the device sleeps: more than 0.1 s, so the host is far ahead
+BUSY = 1_500_000_000  # cycles that the device sleeps: most of a second, so the host is far ahead
 DTYPES = [
     torch.float32,
     torch.float64,
@@ -123,12 +123,10 @@ def test_a_forward_waits_for_nothing(tmp_path) -> None:
         rec.step()
         torch.cuda.synchronize()
         torch.cuda._sleep(BUSY)
-        began = time.perf_counter()
         with no_waiting():
             net(ids)
-            took = time.perf_counter() - began
-        assert not torch.cuda.current_stream().query(), "the device was not busy"
-    assert rec.failure is None and took < 0.1
+        assert not torch.cuda.current_stream().query(), "somebody waited until the device was done"
+    assert rec.failure is None
     run = tap.open(tmp_path / "r")
     for name in run.layers:
         for record in run[name].port("output"):
@@ -215,7 +213,7 @@ def test_what_is_overwritten_behind_the_hook_is_recorded_as_it_was(
             model(x)
             for _ in range(20):  # more than the pool holds: regions are used again
                 rec.step()
-                torch.cuda._sleep(BUSY // 20)
+                torch.cuda._sleep(BUSY // 100)
                 with no_waiting():
                     model(x)
     assert rec.failure is None
@@ -267,7 +265,7 @@ def test_streams_at_once_each_keep_their_own_values(tmp_path) -> None:
             for _ in range(5):
                 for stream, x in zip(streams, xs, strict=True):
                     with torch.cuda.stream(stream):
-                        torch.cuda._sleep(BUSY // 50)
+                        torch.cuda._sleep(BUSY // 200)
                         model(x)
                     rec.step()
     assert rec.failure is None
@@ -382,13 +380,11 @@ def test_the_host_waits_for_room_and_for_nothing_else(tmp_path) -> None:
     xs = [x + order for order in range(100)]
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY)
-    began = time.perf_counter()
     for order, tensor in enumerate(xs):
         add(writer, 100 + order, tensor)
-    took = time.perf_counter() - began
-    assert not torch.cuda.current_stream().query()
+    assert not torch.cuda.current_stream().query(), "somebody waited until the device was done"
     writer.close()
-    assert writer.failure is None and took < 0.05
+    assert writer.failure is None
     assert len({r.tensor_id for r in tap.open(tmp_path / "r").records}) == 100
 
 

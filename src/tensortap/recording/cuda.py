@@ -8,10 +8,13 @@ else in place of `Cuda`.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from ..numerics.device import warm
 
 __all__ = ["Cuda", "relax_captures"]
 
@@ -20,6 +23,9 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 class Cuda:
     """Streams, events and memory of the CUDA devices."""
+
+    def __init__(self) -> None:
+        self._memcpy: Callable[[int, int, int, int], int] | None = None
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on such a device."""
@@ -56,6 +62,27 @@ class Cuda:
         except torch.cuda.OutOfMemoryError:
             return None
 
+    def copy(self, target: int, tensor: torch.Tensor, nbytes: int, stream: int) -> bool:
+        """Copy a contiguous tensor of the current device, on this stream, by the driver alone.
+
+        It is what `copy_` comes down to, in a third of the time. False, with nothing done, where
+        it is for torch to do.
+        """
+        if (
+            not tensor.is_contiguous()
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.get_device() != torch._C._cuda_getDevice()
+        ):
+            return False
+        if self._memcpy is None:
+            self._memcpy = _memcpy()
+        return self._memcpy(target, tensor.data_ptr(), nbytes, stream) == 0
+
+    def sums_up(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether there are kernels that sum up tensors of this dtype."""
+        return warm(dtype, device)
+
     def pin(self, address: int, nbytes: int) -> str | None:
         """Let the device write to host memory by itself; why not, where it cannot."""
         try:
@@ -77,6 +104,16 @@ class Cuda:
     def used_by(self, memory: torch.Tensor, stream: Any) -> None:
         """Memory that is given back must not be given out before this stream is done with it."""
         memory.record_stream(stream)
+
+
+def _memcpy() -> Callable[[int, int, int, int], int]:
+    try:  # PyDLL: the call is so short that giving the GIL away would cost more
+        found = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    except (OSError, AttributeError):  # as on ROCm
+        return lambda target, source, nbytes, stream: -1
+    found.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    found.restype = ctypes.c_int
+    return found
 
 
 def relax_captures() -> None:

@@ -57,17 +57,18 @@ class Load:
         end = self.used + nbytes + ALIGNMENT + (count + 1) * ROW_BYTES
         return count < _MOST and end <= self.capacity
 
-    def keep(self, number: int, tensor: torch.Tensor, nbytes: int) -> None:
+    def keep(self, number: int, tensor: torch.Tensor, nbytes: int, cuda: Cuda) -> None:
         """Take a tensor's values, behind what its stream has been given to do until now."""
-        values = tensor.detach()
-        view = self.region.room_for(self.used, values)
+        offset, dtype, shape = self.used, tensor.dtype, tensor.shape
+        view = self.region.room_for(offset, dtype, shape)
         if nbytes:
-            view.copy_(values)
+            where = self.region.address + offset
+            if not cuda.copy(where, tensor, nbytes, self.stream.cuda_stream):
+                view.copy_(tensor.detach())
             self.taken.record(self.stream)
-        entry = Entry(number, values.dtype, tuple(values.shape), self.used, nbytes)
-        self.entries.append(entry)
+        self.entries.append(Entry(number, dtype, tuple(shape), offset, nbytes))
         self.views.append(view)
-        self.used += nbytes + -nbytes % ALIGNMENT
+        self.used = offset + nbytes + -nbytes % ALIGNMENT
 
 
 class Ferry:
@@ -154,7 +155,14 @@ class Ferry:
             self._lost.append(load.buffer)
 
     def _fill(self, load: Load) -> bool:
-        """Sum up all tensors of a load; False where the writer's thread must do it."""
+        """Sum up all tensors of a load; False where the writer's thread must do it.
+
+        It does where there are no kernels: torch's own operations would keep the host for longer
+        than the copies.
+        """
+        device = load.stage.device
+        if not all(self.cuda.sums_up(dtype, device) for dtype in {e.dtype for e in load.entries}):
+            return False
         try:
             fill_many(load.views, load.region.rows(load.used, len(load.entries)))
         except Exception:  # an odd dtype; if it is the device, the copy fails as well

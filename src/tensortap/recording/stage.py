@@ -19,6 +19,7 @@ from .cuda import Cuda
 __all__ = ["ROW_BYTES", "Region", "Stage"]
 
 ROW_BYTES = WIDTH * 8
+_VIEWS = 1024
 
 
 @dataclass(eq=False)
@@ -28,23 +29,24 @@ class Region:
     memory: torch.Tensor
     copied: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
-    _flat: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def capacity(self) -> int:
-        return self.memory.numel()
+    def __post_init__(self) -> None:
+        self.capacity = self.memory.numel()
+        self.address = self.memory.data_ptr()
 
-    def room_for(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes from `offset` on as a contiguous tensor of this shape and dtype."""
-        dtype = tensor.dtype
-        flat = self._flat.get(dtype)
-        if flat is None:
+    def room_for(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        """The bytes from `offset` on as a contiguous tensor; kept, for a model comes again."""
+        key = (offset, dtype, shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            start, count = offset // dtype.itemsize, shape.numel()
             with torch.inference_mode(False):  # so that it may be written in any mode later
-                flat = self._flat[dtype] = self.memory.view(dtype)
-        start, shape = offset // dtype.itemsize, tensor.shape
-        if tensor.is_contiguous() and tensor.numel():
-            return flat.as_strided(shape, tensor.stride(), start)
-        return flat.narrow(0, start, tensor.numel()).view(shape)
+                flat = self.memory.view(dtype)
+                view = self._views[key] = flat.narrow(0, start, count).view(shape)
+        return view
 
     def rows(self, offset: int, count: int) -> torch.Tensor:
         """The bytes from `offset` on as summary rows."""

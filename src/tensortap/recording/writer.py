@@ -225,7 +225,7 @@ class Writer:
             with self._lock:
                 load = ferry.loads.get(key)
                 if load is not None and load.fits(nbytes):
-                    load.keep(self._next_number, tensor, nbytes)
+                    load.keep(self._next_number, tensor, nbytes, ferry.cuda)
                     number = self._number()
                     if not load.fits(nbytes):
                         self._ship(key)
