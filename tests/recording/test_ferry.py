@@ -104,18 +104,17 @@ class Late(Cuda):
     def unpin(self, address: int) -> None:
         self.pinned.remove(address)
 
-    def send(self, there: torch.Tensor, here: torch.Tensor, *, pinned: bool) -> None:
+    def send(self, there: torch.Tensor, here: torch.Tensor, nbytes: int, stream: Stream) -> None:
         once: list[int] = []
 
         def copy() -> None:
             if not once:
-                once.append(here.copy_(there).numel())
+                here[:nbytes].copy_(there[:nbytes])
+                once.append(nbytes)
 
-        self.sent.append(there.numel())
-        if pinned:
-            self.side.work.append(copy)
-        else:
-            copy()
+        assert stream is self.side
+        self.sent.append(nbytes)
+        stream.work.append(copy)
 
     def used_by(self, memory: torch.Tensor, stream: Any) -> None:
         assert stream in (self.main, self.side)

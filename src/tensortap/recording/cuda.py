@@ -25,7 +25,8 @@ class Cuda:
     """Streams, events and memory of the CUDA devices."""
 
     def __init__(self) -> None:
-        self._memcpy: Callable[[int, int, int, int], int] | None = None
+        self._within: Callable[[int, int, int, int], int] | None = None
+        self._to_host: Callable[[int, int, int, int], int] | None = None
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on such a device."""
@@ -75,9 +76,9 @@ class Cuda:
             or tensor.get_device() != torch._C._cuda_getDevice()
         ):
             return False
-        if self._memcpy is None:
-            self._memcpy = _memcpy()
-        return self._memcpy(target, tensor.data_ptr(), nbytes, stream) == 0
+        if self._within is None:
+            self._within = _driver("cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64)
+        return self._within(target, tensor.data_ptr(), nbytes, stream) == 0
 
     def sums_up(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether there are kernels that sum up tensors of this dtype."""
@@ -97,23 +98,29 @@ class Cuda:
         cuda: Any = torch.cuda
         cuda.cudart().cudaHostUnregister(address)
 
-    def send(self, there: torch.Tensor, here: torch.Tensor, *, pinned: bool) -> None:
-        """Copy to the host, on the current stream."""
-        here.copy_(there, non_blocking=pinned)
+    def send(self, there: torch.Tensor, here: torch.Tensor, nbytes: int, stream: Any) -> None:
+        """Copy the first bytes to pinned host memory, on a stream that is the current one."""
+        if there.get_device() == torch._C._cuda_getDevice():
+            if self._to_host is None:
+                self._to_host = _driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64)
+            if not self._to_host(here.data_ptr(), there.data_ptr(), nbytes, stream.cuda_stream):
+                return
+        here[:nbytes].copy_(there[:nbytes], non_blocking=True)
 
     def used_by(self, memory: torch.Tensor, stream: Any) -> None:
         """Memory that is given back must not be given out before this stream is done with it."""
         memory.record_stream(stream)
 
 
-def _memcpy() -> Callable[[int, int, int, int], int]:
+def _driver(name: str, target: Any, source: Any) -> Callable[[int, int, int, int], int]:
+    """A copy of the driver's: `copy(target, source, nbytes, stream)`, 0 if all is well."""
     try:  # PyDLL: the call is so short that giving the GIL away would cost more
-        found = ctypes.PyDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+        found = getattr(ctypes.PyDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):  # as on ROCm
         return lambda target, source, nbytes, stream: -1
-    found.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    found.argtypes = [target, source, ctypes.c_size_t, ctypes.c_void_p]
     found.restype = ctypes.c_int
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def relax_captures() -> None:

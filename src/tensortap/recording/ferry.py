@@ -140,8 +140,10 @@ class Ferry:
             side.wait_event(load.taken)
             if self._rows and self._fill(load):
                 parcel.rows_at, end = end, end + len(load.entries) * ROW_BYTES
-            here, pinned = load.buffer.bytes()[:end], load.buffer.pinned
-            self.cuda.send(region.memory[:end], here, pinned=pinned)
+            if load.buffer.pinned:
+                self.cuda.send(region.memory, load.buffer.bytes(), end, side)
+            else:
+                load.buffer.bytes()[:end].copy_(region.memory[:end])
             region.copied = parcel.ready = self.cuda.event()
             region.copied.record(side)
         del self.loads[key]  # not before: whoever is interrupted until here may do it again

@@ -7,6 +7,7 @@ what was sealed stays readable, whoever waits is released, and the reason is kep
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -42,7 +43,7 @@ REMEMBERED = 1 << 16
 
 _WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
-_THREADS = 2  # of our own, beside those of the model
+_THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # for a device's tensors: cores are idle
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
