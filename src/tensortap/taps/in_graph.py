@@ -34,6 +34,7 @@ __all__ = ["InGraph"]
 Pending = Callable[[Slot, int], list[tuple[Call, list[Held]]]]
 Found = list[tuple[str, torch.Tensor | None]]
 Check = Callable[[Slot, Port, torch.Tensor], None]
+Quick = Callable[[torch.Tensor], bool]
 
 
 @dataclass(eq=False, slots=True)
@@ -90,9 +91,10 @@ class InGraph:
         self._check = check
         self._fail = fail
         self._of: list[_Traced] = []  # by number
+        self._inputs = False  # whether calls begin with an input
         self._in_order: set[str] = set()  # graphs that run as they were traced
         self._unsure: set[str] = set()  # graphs that broke off when we looked
-        self._quick: dict[int, Callable[[torch.Tensor], bool]] = {}  # by number, of those
+        self._quick: dict[int, Quick | None] = {}  # by number, of those
         self._runs: dict[int, _Run] = {}  # by thread
         self._events: dict[int, list[Event]] = {}  # of captured runs that are over, by thread
         self._streams: dict[torch.device, Any] = {}
@@ -123,6 +125,7 @@ class InGraph:
         """What a traced pre-hook of this layer does."""
         name, speak = f"layer {index}", self._speak
         rank = tuple(signature_order(module))
+        self._inputs = True
 
         def hook(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             given = list(traceable(kwargs))
@@ -194,9 +197,9 @@ class InGraph:
         if sink is None or recomputing():
             return
         quick = self._quick.get(number)
-        if quick is not None and self._on_own_stream(tensor) and quick(tensor):
-            return
         try:
+            if quick is not None and _unwatched() and quick(tensor):
+                return
             with unseen():
                 self._take(sink, number, tensor)
         except Exception as error:  # the model must not notice
@@ -265,15 +268,24 @@ class InGraph:
         Its operators run in the same order every time.
         """
         numbers = list(run.heard)
-        if not sink.has_shortcut or numbers != sorted(numbers):
+        if self._inputs:
             return
-        if run.graph in self._in_order or run.graph in self._unsure:
+        if run.graph in self._in_order or run.graph in self._unsure or numbers != sorted(numbers):
             return
         if all(self._of[number].alone for number in numbers):
             self._in_order.add(run.graph)
             for number in numbers:
-                traced = self._of[number]
-                self._quick[number] = shortcut(traced.slot, sink, traced.leaves[0])
+                self._quick[number] = self._quick_way(sink, self._of[number], run.heard[number])
+
+    def _quick_way(self, sink: Sink, traced: _Traced, heard: list[Held]) -> Quick | None:
+        slot, leaf = traced.slot, traced.leaves[0]
+        devices = {held.device.type for held in heard}
+        if devices == {"cpu"} and not leaf:
+            return lambda tensor: tensor.is_cpu and sink.output(slot, tensor)
+        if devices == {"cuda"} and sink.has_shortcut:
+            take = shortcut(slot, sink, leaf)
+            return lambda tensor: self._on_own_stream(tensor) and take(tensor)
+        return None
 
     def _tell_at_once(self, number: int, thread: int) -> None:
         """In such a graph a call is over when it is heard; unless it is new to us."""
@@ -319,11 +331,7 @@ class InGraph:
 
     def _on_own_stream(self, tensor: torch.Tensor) -> bool:
         index = tensor.get_device()
-        return (
-            index >= 0
-            and torch._C._cuda_getCurrentRawStream(index) == self._raw.get(index)
-            and not torch._C._len_torch_dispatch_stack()
-        )
+        return index >= 0 and torch._C._cuda_getCurrentRawStream(index) == self._raw.get(index)
 
     @contextmanager
     def _beside(self, tensor: torch.Tensor) -> Iterator[None]:
@@ -358,6 +366,11 @@ class InGraph:
         stream = torch.cuda.current_stream(device)
         self._streams[device] = stream
         self._raw[stream.device_index] = stream.cuda_stream
+
+
+def _unwatched() -> bool:
+    """Whether no mode of the user's would see what we do."""
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
 def _graph() -> str:
