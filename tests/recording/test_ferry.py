@@ -7,6 +7,7 @@ as the rules of streams and events allow. Whatever is read too early is wrong in
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ from test_format import DTYPES, bits, sample
 
 import tensortap as tap
 from tensortap.recording import Manifest, Row, Writer, ferry
-from tensortap.recording.cuda import Cuda
+from tensortap.recording.cuda import Cuda, _driver, relax_captures
 from tensortap.recording.ferry import Ferry
 from tensortap.recording.schema import Site
 
@@ -461,3 +462,24 @@ def test_a_device_has_its_memory_back_when_nothing_was_taken_for_a_while(
     add(writer, 1, torch.ones(4))
     writer.close()
     assert tap.open(tmp_path / "r").layers == ["l0", "l1"]
+
+
+def test_each_device_has_a_pool_of_its_own(tmp_path, monkeypatch) -> None:
+    late = Late()
+    writer = open_writer(tmp_path / "r", late, budget=4 << 20)
+    monkeypatch.setattr(writer._ferry, "key", lambda tensor: (int(tensor[0]) % 2, 0))
+    for order in range(100):
+        add(writer, order, torch.full((20_000,), float(order)))
+    assert sorted(writer._ferry._stages) == [0, 1]
+    assert all(0 < stage.owned <= 1 << 20 for stage in writer._ferry._stages.values())
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert [float(r.tensor()[-1]) for r in records] == list(range(100))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a device")
+def test_without_a_driver_everything_says_so_and_nothing_breaks() -> None:
+    relax_captures()
+    assert isinstance(Cuda().pin(0, 4096), str)
+    assert _driver("cuMemcpyNothing", ctypes.c_void_p, ctypes.c_void_p)(0, 0, 0, 0) == -1
