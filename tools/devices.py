@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +98,13 @@ def main() -> None:
         devices_page.write(json.loads(given.json.read_text()))
         return
     with tempfile.TemporaryDirectory() as folder:
-        runs = given.runs or Path(folder)
-        found = measure(runs, given.tiny, given.jobs)
-    if "gpu-fp32" not in found["modes"] and given.json == DATA:
-        sys.exit("Without a GPU docs/devices.json stays as it is. Name another file with --json.")
-    given.json.write_text(json.dumps(found, separators=(",", ":")).replace('},{"', '},\n{"') + "\n")
-    say(f"{given.json}: {len(found['comparisons'])} comparisons, {len(found['faults'])} faults")
+        for found in measure(given.runs or Path(folder), given.tiny, given.jobs):
+            if "gpu-fp32" not in found["modes"] and given.json == DATA:
+                sys.exit("Without a GPU docs/devices.json stays as it is. Name a file with --json.")
+            text = json.dumps(found, separators=(",", ":")).replace('},{"', '},\n{"')
+            given.json.write_text(f"{text}\n")
+            told = f"{len(found['comparisons'])} comparisons, {len(found['faults'])} of faults"
+            say(f"{found['seconds']:.0f} s: {given.json}: {told}")
 
 
 def say(text: str) -> None:
@@ -111,8 +112,11 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def measure(runs: Path, tiny: bool, jobs: int) -> dict[str, Any]:
-    """Everything that the page tells: recordings in `runs`, numbers in what is returned."""
+def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
+    """Everything that the page tells, as far as it is known: first the modes, then the faults too.
+
+    The recordings are in `runs`, the numbers in what is yielded.
+    """
     import llama
     import torch
 
@@ -125,32 +129,35 @@ def measure(runs: Path, tiny: bool, jobs: int) -> dict[str, Any]:
     compiled = compile_aside(runs, sets) if gpu else None  # which takes longer than all the rest
     wanted = [m for m in llama.MODES if m != COMPILED and (gpu or m.startswith("cpu"))]
     done = {row.mode: row.seconds for row in record(runs, wanted, sets)}
+    say(f"{time.perf_counter() - began:.0f} s: recorded {done}")
     floors = FLOORS if gpu else FLOORS_WITHOUT
+    looked = []
     for fault in llama.FAULTS:
-        record(runs / "faults" / fault, list(floors), [*sets, f"fault={fault}"])
+        modes = [mode for mode in floors if fault != "tf32" or mode.endswith("fp32")]
+        record(runs / "faults" / fault, modes, [*sets, f"fault={fault}"])
+        looked += [
+            Question(f"{fault}/{mode}", REFERENCE, f"faults/{fault}/{mode}", floor)
+            for mode in modes
+            for floor in (floors[mode], None)
+        ]
+    say(f"{time.perf_counter() - began:.0f} s: recorded the faults")
     if compiled is not None and compiled.wait() == 0:
         done[COMPILED] = time.perf_counter() - began
-    say(f"{time.perf_counter() - began:.0f} s: recorded {', '.join(done)}")
-    asked = [q for q in QUESTIONS if set(q.runs) <= set(done)]
-    looked = [
-        Question(f"{fault}/{mode}", REFERENCE, f"faults/{fault}/{mode}", floor)
-        for fault in llama.FAULTS
-        for mode, given in floors.items()
-        for floor in (given, None)
-    ]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, jobs), mp_context=spawn) as pool:
-        answers = list(pool.map(answer, [(runs, q) for q in (*asked, *looked)]))
-    say(f"{time.perf_counter() - began:.0f} s: compared")
-    return {
+    say(f"{time.perf_counter() - began:.0f} s: compiled" if COMPILED in done else "Not compiled.")
+    found = {
         "machine": machine(runs, done),
-        "seconds": round(time.perf_counter() - began, 1),
         "size": tap.open(runs / REFERENCE).manifest.target.get("config"),
         "modes": {mode: round(seconds, 2) for mode, seconds in done.items()},
         "columns": COLUMNS,
-        "comparisons": answers[: len(asked)],
-        "faults": [fault_row(found, llama, tiny) for found in answers[len(asked) :]],
+        "comparisons": [],
+        "faults": [],
     }
+    asked = [question for question in QUESTIONS if set(question.runs) <= set(done)]
+    found["comparisons"] = compared([(runs, question) for question in asked], jobs)
+    yield {**found, "seconds": round(time.perf_counter() - began, 1)}
+    answers = compared([(runs, question) for question in looked], jobs)
+    found["faults"] = [fault_row(item, llama, tiny) for item in answers]
+    yield {**found, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
@@ -168,6 +175,14 @@ def compile_aside(runs: Path, sets: Sequence[str]) -> subprocess.Popen[bytes]:
     words = ["record", SPEC, "--mode", COMPILED, "-o", str(runs / COMPILED), *options]
     words += ["--layers", "all", "--inputs", "--overwrite"]
     return subprocess.Popen([sys.executable, "-m", "tensortap", *words], stdout=subprocess.DEVNULL)
+
+
+def compared(asked: Sequence[tuple[Path, Question]], jobs: int) -> list[dict[str, Any]]:
+    if jobs <= 1:
+        return [answer(item) for item in asked]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        return list(pool.map(answer, asked))
 
 
 def answer(asked: tuple[Path, Question]) -> dict[str, Any]:
@@ -210,10 +225,11 @@ def value(row: Any, name: str) -> Any:
 
 
 def fault_row(found: dict[str, Any], llama: Any, tiny: bool) -> dict[str, Any]:
-    """What a comparison says of a planted fault; of its rows, that of the layer and the last."""
+    """What a comparison says of a planted fault; of its rows, those that the page shows."""
     fault, mode = found["name"].split("/")
     layer = llama.FAULTS[fault](llama.Model(llama.TINY if tiny else llama.Size()))
-    rows = [row for row in found["rows"] if row[0] in (layer, "")]
+    drawn = fault == "epsilon" and found["floor"] is not None
+    rows = [row for row in found["rows"] if drawn or row[0] in (layer, "")]
     return {**found, "fault": fault, "mode": mode, "layer": layer, "rows": rows}
 
 

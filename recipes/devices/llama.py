@@ -52,6 +52,9 @@ class Linear(nn.Linear):
     parts = 1
     tf32 = False
 
+    def reset_parameters(self) -> None:
+        """Nothing: the weights are drawn once, all together."""
+
     def forward(self, x: Tensor) -> Tensor:
         if self.parts > 1:
             pairs = zip(x.chunk(self.parts, -1), self.weight.chunk(self.parts, -1), strict=True)
@@ -158,7 +161,8 @@ class Model(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.hidden)
+        empty = torch.empty(size.vocabulary, size.hidden)
+        self.embedding = nn.Embedding(size.vocabulary, size.hidden, _weight=empty)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
         self.final_norm = RMSNorm(size.hidden)
         self.head = Linear(size.hidden, size.vocabulary, bias=False)
