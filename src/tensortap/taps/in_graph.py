@@ -198,8 +198,11 @@ class InGraph:
             return
         quick = self._quick.get(number)
         try:
-            if quick is not None and _unwatched() and quick(tensor):
-                return
+            if quick is not None and _unwatched():
+                if self._runs:
+                    self.tell()  # another graph ran before
+                if quick(tensor):
+                    return
             with unseen():
                 self._take(sink, number, tensor)
         except Exception as error:  # the model must not notice
