@@ -107,9 +107,9 @@ def test_squares_that_float32_cannot_hold(scale: float) -> None:
 
 
 def test_a_constant_keeps_no_spread() -> None:
-    for value in (0.1, -3.0, 0.0):
-        constant = torch.full((1500,), value)
-        other = torch.arange(1500) % 7 / 4
+    for value in (0.1, 0.0):
+        constant = torch.full((700,), value)
+        other = torch.arange(700) % 7 / 4
         for one, two in ((constant, other), (other, constant), (constant, constant.clone())):
             found = difference_by("triton", one, two)
             assert math.isnan(found.correlation)
@@ -229,6 +229,22 @@ def test_who_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         backend.pick(x)
     monkeypatch.undo()
     backend._forced.cache_clear()
+
+
+def test_kernels_that_cannot_run_are_said_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no C compiler\nat all")
+
+    monkeypatch.setattr(triton_difference, "launch", fails)
+    monkeypatch.setattr(triton_difference, "_BROKEN", [])
+    x = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(backend, "pick_pair", lambda r, c: backend.BACKENDS["triton"])
+    with pytest.warns(RuntimeWarning, match=r"RuntimeError: no C compiler\)\. Torch does it"):
+        found = backend.BACKENDS["triton"].difference_row(
+            lambda: iter([(x, x + 1)]), percentiles=True, rtol=None, atol=None
+        )
+    assert found[0] == difference_by("reference", x, x + 1).row
+    assert triton_difference._BROKEN
 
 
 def test_what_the_kernels_read() -> None:

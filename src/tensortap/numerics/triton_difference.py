@@ -1,14 +1,15 @@
 """Differences of tensors on CUDA, without bringing them over. The kernels:
 triton_difference_kernels.py.
 
-Each pair is three launches: one pass over both, a second over those spans that the first was not
-sure of, and a look into the spans that hold the largest difference. What comes back is a table of
-the spans' partial sums, a few hundred rows; it is joined here. Device -1 is Triton's interpreter.
+Each pair is four launches: one pass over both, a second over those spans that the first was not
+sure of, a look into the spans that hold the largest difference, and one that makes a row of the
+spans' partial sums. That row comes back. Device -1 is Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -18,14 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from tensortap.numerics import triton_difference_kernels as kernels
-from tensortap.numerics.difference_row import EMPTY, State, merge_rows, tolerances
-from tensortap.numerics.difference_spans import joined
+from tensortap.numerics.difference_row import EMPTY, STATE, State, merge_rows, tolerances
 from tensortap.numerics.histogram import Histogram
 from tensortap.numerics.layout import paired_pieces, plain
 from tensortap.numerics.triton_difference_kernels import KINDS, PARTIAL, Kind
 from tensortap.numerics.triton_percentiles import Distances
 
-__all__ = ["TritonDifference", "suits_pair"]
+__all__ = ["KernelsFailed", "TritonDifference", "readable", "suits_pair"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Stream = Callable[[], Iterator[Pair]]
@@ -33,19 +33,29 @@ Table = NDArray[np.float64]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
-_MOST = 2048  # spans, of which each leaves a row of the table
-_PENDING = 256  # tables that wait on the device to be fetched together
+_MOST = 2048  # spans of a pair
+_PENDING = 256  # rows that wait on the device to be fetched together
+_WARPS = 8  # of all kernels but the first
 _HUGE = 1e30  # tolerances that float32 is not asked about
+
+
+class KernelsFailed(Exception):
+    """Triton is installed where it cannot work, as without a C compiler or on a GPU it does not
+    know. From then on, torch does the work.
+    """
+
+
+_BROKEN: list[Exception] = []
 
 
 class Shape(NamedTuple):
     """How the kernels are cut: what was quickest on an H200."""
 
-    lanes: int = 512
-    warps: int = 8
+    lanes: int = 128
+    warps: int = 4
     unroll: int = 2
     stages: int = 1
-    per_sm: int = 8
+    per_sm: int = 12
     careful_lanes: int = 512
 
 
@@ -61,6 +71,7 @@ def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
         and reference.get_device() == candidate.get_device()
         and readable(reference)
         and readable(candidate)
+        and not _BROKEN
     )
 
 
@@ -73,28 +84,20 @@ def readable(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Launched(NamedTuple):
-    """A pair whose table is on its way."""
-
-    table: torch.Tensor
-    pairs: int
-    same_dtype: bool
-
-
 class TritonDifference:
     """What the Triton backend knows about pairs."""
 
     def difference_row(
         self, stream: Stream, *, percentiles: bool, rtol: float | None, atol: float | None
     ) -> tuple[Sequence[float], Sequence[float] | None, Histogram | None]:
-        row, pending = EMPTY, list[_Launched]()
+        row, pending = EMPTY, list[torch.Tensor]()
         distances = Distances() if percentiles else None
         with torch.no_grad():
             for reference, candidate in stream():
                 usual = tolerances(reference.dtype, candidate.dtype)
                 limits = (usual[0] if rtol is None else rtol, usual[1] if atol is None else atol)
                 for one, two in ordered_pieces(reference, candidate):
-                    pending.append(launch(one, two, *limits))
+                    pending.append(_launched(one, two, *limits))
                     if distances is not None:
                         distances.sample(one, two)
                     if len(pending) >= _PENDING:
@@ -125,7 +128,24 @@ def _ordered(stream: Stream) -> Iterator[Pair]:
         yield from ordered_pieces(reference, candidate)
 
 
-def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> _Launched:
+def _launched(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
+    try:
+        return launch(one, two, rtol, atol)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        _BROKEN.append(error)
+        why = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton could not compute a difference ({type(error).__name__}: {why}). "
+            "Torch does it instead: the same numbers, more slowly.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        raise KernelsFailed from error
+
+
+def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
     """Enqueue the kernels for two flat contiguous tensors that have elements."""
     index = one.get_device()
     if index >= 0 and index != torch.cuda.current_device():
@@ -133,7 +153,6 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> _L
             return launch(one, two, rtol, atol)
     shape = SHAPE if index >= 0 else INTERPRETED
     left, right = KINDS[one.dtype], KINDS[two.dtype]
-    same_dtype = one.dtype == two.dtype
     r, c = as_read(one), as_read(two)
     size = r.numel()
     each = 128 // min(left.bits, right.bits)
@@ -153,13 +172,18 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> _L
     span = tiles * step
     kernels.repair[(programs,)](
         r, c, table, programs, size, span, *limits,
-        LANES=shape.careful_lanes, R=left, C=right, ALL=careful, num_warps=shape.warps,
+        LANES=shape.careful_lanes, R=left, C=right, ALL=careful, num_warps=_WARPS,
     )  # fmt: skip
     kernels.locate[(programs,)](
         r, c, table, programs, size, span,
-        LANES=shape.careful_lanes, PROGRAMS=_MOST, R=left, C=right, num_warps=shape.warps,
+        LANES=shape.careful_lanes, PROGRAMS=_MOST, R=left, C=right, num_warps=_WARPS,
     )  # fmt: skip
-    return _Launched(table, size, same_dtype)
+    row = torch.empty(len(STATE), dtype=torch.float64, device=r.device)
+    kernels.finish[(1,)](
+        table, programs, row, size,
+        SAME=one.dtype == two.dtype, PROGRAMS=_MOST, num_warps=_WARPS,
+    )  # fmt: skip
+    return row
 
 
 def as_read(flat: torch.Tensor) -> torch.Tensor:
@@ -194,20 +218,13 @@ def _most_programs(index: int, shape: Shape) -> int:
     return min(_MOST, shape.per_sm * units)
 
 
-def _collected(row: State, pending: list[_Launched]) -> State:
-    """All tables in one copy, joined and merged in order."""
+def _collected(row: State, pending: list[torch.Tensor]) -> State:
+    """All rows in one copy, merged in order."""
     if not pending:
         return row
-    tables = [item.table.reshape(-1) for item in pending]
-    if any(t.device != tables[0].device for t in tables):  # pairs of several devices in one stream
-        tables = [t.cpu() for t in tables]
-    flat = (tables[0] if len(tables) == 1 else torch.cat(tables)).cpu().numpy()
-    start = 0
-    for item in pending:
-        size = item.table.numel()
-        columns = flat[start : start + size].reshape(len(PARTIAL), -1)
-        spans = dict(zip(PARTIAL, columns, strict=True))
-        row = merge_rows(row, joined(spans, item.pairs, same_dtype=item.same_dtype))
-        start += size
+    if any(one.device != pending[0].device for one in pending):  # a stream may have several
+        pending[:] = [one.cpu() for one in pending]
+    for part in torch.stack(pending).tolist():
+        row = merge_rows(row, part)
     pending.clear()
     return row

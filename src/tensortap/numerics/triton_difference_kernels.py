@@ -6,8 +6,8 @@ in float64. The reference is shifted by one of its own values from near its mean
 no harm. It knows where that will not do: values that are not finite, squares that leave the range
 of float32, differences that are all alike, a candidate that is next to nothing beside the
 reference, a pair on the very limit of the tolerances. Such spans are `repair`ed: read again in
-float64. `locate` finds the largest difference, in the spans that may hold it; `gather` what lies
-between given bounds, for percentiles.
+float64. `locate` finds the largest difference, in the spans that may hold it, and `finish` makes
+one row of all. `gather` finds what lies between given bounds, for percentiles.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-__all__ = ["KINDS", "PARTIAL", "Kind", "gather", "locate", "measure", "repair"]
+__all__ = ["KINDS", "PARTIAL", "Kind", "finish", "gather", "locate", "measure", "repair"]
 
 PARTIAL: tuple[str, ...] = (
     "finite",
@@ -251,12 +251,11 @@ def measure(
         big += s7.to(tl.float64)
         rel += s8.to(tl.float64)
     differing = tl.sum(tl.sum((unlike != 0).to(tl.int32), 1))
-    for at in range(
-        start + steps * STEP, stop, TILE
-    ):  # the last tiles, of which there may be no more than a part
-        here = at + cell < stop
-        rw = tl.load(r + at + cell, mask=here, other=0)
-        cw = tl.load(c + at + cell, mask=here, other=0)
+    one = tl.arange(0, LANES)[:, None]
+    for at in range(start + steps * STEP, stop, LANES):  # what is left is less than a step
+        here = at + one < stop
+        rw = tl.load(r + at + one, mask=here, other=0)
+        cw = tl.load(c + at + one, mask=here, other=0)
         if R.name == C.name:
             differing += tl.sum(tl.sum((_bits(rw, R) != _bits(cw, C)).to(tl.int32), 1))
         x, y = _narrow(rw, R), _narrow(cw, C)
@@ -481,6 +480,106 @@ def locate(
         tl.store(out + stride, where.to(tl.float64))
         tl.store(out + 2 * stride, _wide(tl.load(r + where), R))
         tl.store(out + 3 * stride, _wide(tl.load(c + where), C))
+
+
+@triton.jit
+def _apart(parts, stride, column, n, first, PROGRAMS: tl.constexpr):
+    """A mean: that of the first span, how far each span is from it, and how far that of all."""
+    each = tl.arange(0, PROGRAMS)
+    base = tl.load(parts + column * stride + first)
+    means = tl.load(parts + column * stride + each, mask=n > 0, other=0.0)
+    away = tl.where(n > 0, means - base, 0.0)
+    return base, away, tl.sum(n * away) / tl.maximum(tl.sum(n), 1.0)
+
+
+@triton.jit
+def _joined(parts, stride, column, n, one, two, rest, other, PROGRAMS: tl.constexpr):
+    """A sum of products about the means of all spans, from those about each span's own."""
+    each = tl.arange(0, PROGRAMS)
+    own = tl.load(parts + column * stride + each, mask=n > 0, other=0.0)
+    return tl.sum(own + n * one * two) - tl.sum(n) * rest * other
+
+
+@triton.jit
+def _summed(parts, stride, column, n, PROGRAMS: tl.constexpr):
+    each = tl.arange(0, PROGRAMS)
+    return tl.sum(tl.load(parts + column * stride + each, mask=n > 0, other=0.0))
+
+
+@triton.jit
+def _ratio(dot, one, two):
+    known = (one > 0) & (two > 0)
+    return tl.where(known, dot / tl.where(known, one, 1.0) / tl.where(known, two, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["parts", "stride", "row", "size"])
+def finish(parts, stride, row, size, SAME: tl.constexpr, PROGRAMS: tl.constexpr):
+    """The row (`difference_row.STATE`) of all spans.
+
+    Sums of squares are joined about the mean of one of the spans, from which the others' are off by
+    little: nothing large cancels, and a constant keeps no spread.
+    """
+    each = tl.arange(0, PROGRAMS)
+    there = each < stride
+    n = tl.load(parts + each, mask=there, other=0.0)
+    finite = tl.sum(n)
+    whole = tl.maximum(finite, 1.0)
+    agreeing = tl.sum(tl.load(parts + 1 * stride + each, mask=there, other=0.0))
+    disagreeing = tl.sum(tl.load(parts + 2 * stride + each, mask=there, other=0.0))
+    mismatched = tl.sum(tl.load(parts + 3 * stride + each, mask=there, other=0.0))
+    differing = tl.sum(tl.load(parts + 4 * stride + each, mask=there, other=0.0))
+    first = tl.minimum(tl.min(tl.where(n > 0, each, PROGRAMS)), stride - 1)
+    r0, r, r_rest = _apart(parts, stride, 5, n, first, PROGRAMS)
+    d0, d, d_rest = _apart(parts, stride, 7, n, first, PROGRAMS)
+    c0, c, c_rest = _apart(parts, stride, 9, n, first, PROGRAMS)
+    r_m2 = tl.maximum(_joined(parts, stride, 6, n, r, r, r_rest, r_rest, PROGRAMS), 0.0)
+    d_m2 = tl.maximum(_joined(parts, stride, 8, n, d, d, d_rest, d_rest, PROGRAMS), 0.0)
+    c_m2 = tl.maximum(_joined(parts, stride, 10, n, c, c, c_rest, c_rest, PROGRAMS), 0.0)
+    rd = _joined(parts, stride, 11, n, r, d, r_rest, d_rest, PROGRAMS)
+    rc = _joined(parts, stride, 12, n, r, c, r_rest, c_rest, PROGRAMS)
+    r_mean, d_mean, c_mean = r0 + r_rest, d0 + d_rest, c0 + c_rest
+    r_l2 = tl.sqrt(r_m2 + finite * r_mean * r_mean)
+    d_l2 = tl.sqrt(d_m2 + finite * d_mean * d_mean)
+    c_l2 = tl.sqrt(c_m2 + finite * c_mean * c_mean)
+    found = tl.load(parts + 20 * stride + each, mask=n > 0, other=-1.0)
+    most = tl.max(found)
+    place = tl.minimum(tl.min(tl.where(found == most, each, PROGRAMS)), stride - 1)
+    relative = tl.max(tl.load(parts + 17 * stride + each, mask=n > 0, other=0.0))
+    known, nothing = finite > 0, float("nan")
+    tl.store(row, size.to(tl.float64))
+    tl.store(row + 1, finite)
+    tl.store(row + 2, agreeing)
+    tl.store(row + 3, disagreeing)
+    tl.store(row + 4, mismatched)
+    if SAME:
+        tl.store(row + 5, (differing == 0).to(tl.float64))
+    else:
+        tl.store(row + 5, 0.0)
+    tl.store(row + 6, tl.where(known, d_mean, nothing))
+    tl.store(row + 7, tl.where(known, tl.sqrt(d_m2 / whole), nothing))
+    far = _summed(parts, stride, 14, n, PROGRAMS)
+    tl.store(row + 8, tl.where(known, far / whole, nothing))
+    tl.store(row + 9, tl.where(known, d_l2, 0.0))
+    tl.store(row + 10, tl.where(known, most, nothing))
+    tl.store(row + 11, tl.where(known, tl.load(parts + 21 * stride + place), -1.0))
+    tl.store(row + 12, tl.where(known, tl.load(parts + 22 * stride + place), nothing))
+    tl.store(row + 13, tl.where(known, tl.load(parts + 23 * stride + place), nothing))
+    tl.store(row + 14, tl.where(known, r_mean, nothing))
+    tl.store(row + 15, tl.where(known, tl.sqrt(r_m2 / whole), nothing))
+    tl.store(row + 16, tl.where(known, r_l2, 0.0))
+    big = _summed(parts, stride, 15, n, PROGRAMS)
+    tl.store(row + 17, tl.where(known, big / whole, nothing))
+    tl.store(row + 18, tl.where(known, c_mean, nothing))
+    tl.store(row + 19, tl.where(known, tl.sqrt(c_m2 / whole), nothing))
+    tl.store(row + 20, tl.where(known, c_l2, 0.0))
+    tl.store(row + 21, tl.where(known, _ratio(rd + finite * r_mean * d_mean, r_l2, d_l2), 0.0))
+    tl.store(row + 22, tl.where(known, _ratio(rd, tl.sqrt(r_m2), tl.sqrt(d_m2)), 0.0))
+    tl.store(row + 23, tl.where(known, relative, nothing))
+    mean_relative = _summed(parts, stride, 16, n, PROGRAMS) / whole
+    tl.store(row + 24, tl.where(known, mean_relative, nothing))
+    dot = _summed(parts, stride, 13, n, PROGRAMS)
+    tl.store(row + 25, tl.where(known, _ratio(dot, r_l2, c_l2), 0.0))
+    tl.store(row + 26, tl.where(known, _ratio(rc, tl.sqrt(r_m2), tl.sqrt(c_m2)), 0.0))
 
 
 @triton.jit

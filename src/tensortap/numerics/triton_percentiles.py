@@ -32,7 +32,7 @@ STRIDE = 512  # at most: one of so many is sampled
 _SAMPLES = 1 << 23  # that are held; beyond, every other is dropped
 _SIGMAS = 5.0
 _CHUNK = 1 << 22
-_LANES, _WARPS, _SPANS = 512, 8, 2048
+_LANES, _WARPS, _SPANS = 256, 8, 2048
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _TOP = 0x7F7FFFFF  # its bits
 
@@ -75,7 +75,8 @@ class Distances:
         room = 3 * int(sum(2 * margin for margin in margins)) + (1 << 16)
         kept = torch.empty(room, dtype=torch.float64, device=values.device)
         counts = torch.zeros(18, dtype=torch.int64, device=values.device)
-        for one, two in again():
+        for pair in again():
+            one, two = (side.to(kept.device) for side in pair)  # a stream may have several
             _gather(one, two, bounds, counts, kept)
         values_at = _resolved(wanted, finite, bounds, counts, kept)
         return _by_bits(wanted, again) if values_at is None else values_at
@@ -165,7 +166,7 @@ def _gather(
         with torch.cuda.device(index):
             return _gather(one, two, bounds, counts, kept)
     left, right = KINDS[one.dtype], KINDS[two.dtype]
-    each = 128 // max(left.bits, right.bits)
+    each = min(8, 128 // max(left.bits, right.bits))
     lanes = _LANES if index >= 0 else 32
     tiles = -(-one.numel() // (lanes * each * (_SPANS if index >= 0 else 4)))
     kernels.gather[(-(-one.numel() // (lanes * each * tiles)),)](
