@@ -30,6 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +38,7 @@ from typing import Any
 
 import torch
 
+import tensortap as tap
 from gpu_page import as_json, markdown, merged, paste, text
 from gpu_parts import Setting, Table, why
 
@@ -94,7 +96,11 @@ def run_part(name: str, setting: Setting) -> list[Table]:
     try:
         part = importlib.import_module(module)
         gc.freeze()  # modules and classes stay: collecting between rounds need not look at them
-        found: list[Table] = getattr(part, function)(setting)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("ignore")
+            warnings.filterwarnings("once", module="tensortap")  # ours say what a number means
+            warnings.filterwarnings("once", category=tap.TapWarning)
+            found: list[Table] = getattr(part, function)(setting)
     except Exception as error:
         traceback.print_exc()
         return [Table(name, (), (), (f"not available: {why(error)}",))]
@@ -104,7 +110,8 @@ def run_part(name: str, setting: Setting) -> list[Table]:
         if setting.cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    return found
+    said = tuple(dict.fromkeys(f"Warning: {str(one.message).splitlines()[0]}" for one in heard))
+    return [replace(found[0], notes=(*found[0].notes, *said)), *found[1:]]
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -149,7 +156,6 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="put the tables into this page")
     parser.add_argument("--from", dest="source", type=Path, nargs="+", help="of these files")
     options = parser.parse_args()
-    warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     if options.source:
         result = merged([json.loads(path.read_text()) for path in options.source])
