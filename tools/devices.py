@@ -162,7 +162,14 @@ def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
 
 def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
     made = tap.record_modes(
-        SPEC, folder, modes=list(modes), layers="all", inputs=True, overwrite=True, sets=list(sets)
+        SPEC,
+        folder,
+        modes=list(modes),
+        sets=list(sets),
+        layers="all",
+        inputs=True,
+        overwrite=True,
+        early_stop=False,
     )
     if not made:
         sys.exit(str(made))
@@ -173,7 +180,7 @@ def compile_aside(runs: Path, sets: Sequence[str]) -> subprocess.Popen[bytes]:
     """The compiled mode by the command, in a process of its own, while the others are recorded."""
     options = [word for text in sets for word in ("--set", text)]
     words = ["record", SPEC, "--mode", COMPILED, "-o", str(runs / COMPILED), *options]
-    words += ["--layers", "all", "--inputs", "--overwrite"]
+    words += ["--layers", "all", "--inputs", "--overwrite", "--no-early-stop"]
     return subprocess.Popen([sys.executable, "-m", "tensortap", *words], stdout=subprocess.DEVNULL)
 
 
