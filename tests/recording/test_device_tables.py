@@ -10,7 +10,7 @@ import torch
 
 from tensortap.numerics import summarize
 from tensortap.numerics.sampling import sample, sample_on
-from tensortap.numerics.summary import Summary
+from tensortap.numerics.summary import WIDTH, Summary
 from tensortap.recording import device_table
 from tensortap.recording.device_table import DeviceTable, DeviceTables
 
@@ -123,3 +123,23 @@ def test_a_sample_on_the_device_is_the_sample(tmp_path: Path) -> None:
             assert found is not None
             assert torch.equal(found, torch.from_numpy(sample(view, 100)))
     assert sample_on(torch.zeros(3, dtype=torch.uint16)) is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_rows_of_a_graph_are_copied_as_they_are(heard: Heard, late: bool) -> None:
+    """A graph's rows are written again by its next replay, and may not fit what is left."""
+    table = DeviceTable(CPU, heard.put)
+    rows = torch.zeros(700, WIDTH, dtype=torch.float64)
+    for replay in range(3):
+        rows[:, 0] = torch.arange(1.0, 701) + 1000 * replay
+        lines = [line(1000 * replay + i) for i in range(1, 701)]
+        if late:
+            for ticket, one in zip(table.take_rows(rows), lines, strict=True):
+                table.line(ticket, one)
+        else:
+            table.put(rows, lines)
+    rows.fill_(-1.0)
+    with table.lock:
+        table.send()
+    assert len(heard.rows) == 2100
+    assert all(row[0] == number for (number, _), row in heard.rows.items())

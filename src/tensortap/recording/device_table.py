@@ -86,15 +86,26 @@ class DeviceTable:
 
     def take_rows(self, rows: torch.Tensor) -> list[Ticket]:
         """Rows that this device has computed elsewhere, as they are now; the lines come later."""
-        with self.lock, torch.no_grad():
-            count = len(rows)
-            if self.used + count > ROWS:
-                self.send()
-            self.rows[self.used : self.used + count].copy_(rows)
-            tickets = [Ticket(self, self.used + i) for i in range(count)]
-            self.used += count
+        with self.lock:
+            first = self._add(rows)
+            tickets = [Ticket(self, first + i) for i in range(len(rows))]
             self._open += tickets
         return tickets
+
+    def put(self, rows: torch.Tensor, lines: Sequence[Line]) -> None:
+        """The same of rows whose lines are known."""
+        with self.lock:
+            first = self._add(rows)  # which may begin a new list of lines
+            self.lines += enumerate(lines, first)
+
+    def _add(self, rows: torch.Tensor) -> int:
+        """Copy as many rows as a table holds, or fewer; the first one's place."""
+        if self.used + len(rows) > ROWS:
+            self.send()
+        first, self.used = self.used, self.used + len(rows)
+        with torch.no_grad():
+            self.rows[first : self.used].copy_(rows)
+        return first
 
     def line(self, ticket: Ticket, line: Line) -> None:
         """Say where and when the row of a ticket stands."""
