@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
 _MOST = 2048  # spans of a pair
 _PENDING = 256  # rows that wait on the device to be fetched together
-_WARPS = 8  # of all kernels but the first
 _HUGE = 1e30  # tolerances that float32 is not asked about
 
 
@@ -164,26 +163,36 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     careful = left.wide or right.wide or max(rtol, atol) > _HUGE
     if not careful:
         r_words, c_words, words = _in_words(r, c, left, right)
-        kernels.measure[(programs,)](
-            r, c, r_words, c_words, table, programs, size, tiles, *limits,
-            LANES=shape.lanes, EACH=each, UNROLL=shape.unroll, WORDS=words,
-            R=left, C=right, ASM=index >= 0, STAGES=shape.stages, num_warps=shape.warps,
-        )  # fmt: skip
-    span = tiles * step
-    kernels.repair[(programs,)](
-        r, c, table, programs, size, span, *limits,
-        LANES=shape.careful_lanes, R=left, C=right, ALL=careful, num_warps=_WARPS,
-    )  # fmt: skip
-    kernels.locate[(programs,)](
-        r, c, table, programs, size, span,
-        LANES=shape.careful_lanes, PROGRAMS=_MOST, R=left, C=right, num_warps=_WARPS,
-    )  # fmt: skip
+        whole = (r, c, r_words, c_words, table, programs, size, tiles, *limits)
+        ways = (shape.lanes, each, shape.unroll, words, left, right, index >= 0, shape.stages)
+        run(kernels.measure, index, programs, whole, ways, shape.warps)
+    span, lanes = tiles * step, shape.careful_lanes
+    args = (r, c, table, programs, size, span, *limits)
+    run(kernels.repair, index, programs, args, (lanes, left, right, careful))
+    run(kernels.locate, index, programs, args[:6], (lanes, _MOST, left, right))
     row = torch.empty(len(STATE), dtype=torch.float64, device=r.device)
-    kernels.finish[(1,)](
-        table, programs, row, size,
-        SAME=one.dtype == two.dtype, PROGRAMS=_MOST, num_warps=_WARPS,
-    )  # fmt: skip
+    same = one.dtype == two.dtype
+    run(kernels.finish, index, 1, (table, programs, row, size), (same, _MOST))
     return row
+
+
+_KERNELS: dict[Any, Any] = {}
+
+
+def run(
+    jit: Any, index: int, programs: int, args: Sequence[Any], ways: Sequence[Any], warps: int = 8
+) -> None:
+    """Launch a kernel on the current stream, by address where it ran before: Triton's own front
+    door costs the host several times as much. `ways` are what it is compiled for.
+    """
+    seen = [arg >= 1 << 31 if type(arg) is int else not arg.data_ptr() % 16 for arg in args]
+    key = (jit, index, warps, *ways, *seen)
+    kernel = _KERNELS.get(key)
+    if kernel is None:
+        _KERNELS[key] = jit[(programs,)](*args, *ways, num_warps=warps)
+        return
+    plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+    kernel[(programs, 1, 1)](*plain, *ways, stream=torch._C._cuda_getCurrentRawStream(index))
 
 
 def as_read(flat: torch.Tensor) -> torch.Tensor:

@@ -632,9 +632,13 @@ def gather(
     n15 = tl.zeros([LANES], tl.int32)
     rounded = tl.zeros([LANES], tl.int32)
     for at in range(start, stop, TILE):
-        here = at + cell < stop
-        x = tl.load(r + at + cell, mask=here, other=0)
-        y = tl.load(c + at + cell, mask=here, other=0)
+        left = tl.minimum(stop - at, TILE).to(tl.int32)
+        here = cell < left
+        if left == TILE:  # without a mask, several at once
+            x, y = tl.load(r + at + cell), tl.load(c + at + cell)
+        else:
+            x = tl.load(r + at + cell, mask=here, other=0)
+            y = tl.load(c + at + cell, mask=here, other=0)
         if R.wide or C.wide:
             x, y = _wide(x, R), _wide(y, C)
             away = tl.abs(y - x).to(tl.float32)

@@ -159,7 +159,7 @@ def _gather(
     counts: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
-    from tensortap.numerics.triton_difference import as_read
+    from tensortap.numerics.triton_difference import as_read, run
 
     index = one.get_device()
     if index >= 0 and index != torch.cuda.current_device():
@@ -169,10 +169,9 @@ def _gather(
     each = min(8, 128 // max(left.bits, right.bits))
     lanes = _LANES if index >= 0 else 32
     tiles = -(-one.numel() // (lanes * each * (_SPANS if index >= 0 else 4)))
-    kernels.gather[(-(-one.numel() // (lanes * each * tiles)),)](
-        as_read(one), as_read(two), bounds, counts, kept, kept.numel(), one.numel(), tiles,
-        LANES=lanes, EACH=each, R=left, C=right, num_warps=_WARPS,
-    )  # fmt: skip
+    programs = -(-one.numel() // (lanes * each * tiles))
+    args = (as_read(one), as_read(two), bounds, counts, kept, kept.numel(), one.numel(), tiles)
+    run(kernels.gather, index, programs, args, (lanes, each, left, right), _WARPS)
 
 
 def _resolved(
