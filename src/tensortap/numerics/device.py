@@ -50,6 +50,7 @@ __all__ = [
     "merge_into",
     "merge_rows",
     "reset",
+    "scratch_on",
     "warm",
 ]
 
@@ -73,10 +74,18 @@ def accumulate_on(tensor: torch.Tensor, row: torch.Tensor) -> None:
         accumulate(tensor, row)
 
 
-def fill_on(tensor: torch.Tensor, row: torch.Tensor) -> None:
-    """`accumulate_on` for a row that holds nothing that counts: it is written over."""
+def fill_on(
+    tensor: torch.Tensor,
+    row: torch.Tensor,
+    scratch: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """`accumulate_on` for a row that holds nothing that counts: it is written over.
+
+    A launch that is captured makes a scratch of its own, at the cost of a node in the graph, unless
+    it is given one (`scratch_on`); of the launches that share it, no two may run at a time.
+    """
     kernels = _triton() if tensor.is_cuda else None
-    if kernels is None or not kernels.accumulate(tensor, row, False):
+    if kernels is None or not kernels.accumulate(tensor, row, False, scratch):
         _check(tensor, row)
         reset(row)
         accumulate_on(tensor, row)
@@ -118,6 +127,13 @@ def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], object] | No
     """
     kernels = _triton() if tensor.is_cuda else None
     return None if kernels is None else kernels.lean(tensor, stream)
+
+
+def scratch_on(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What `fill_on` works in, where that must outlive the launch; None where nothing is needed."""
+    where = torch.device(device)
+    kernels = _triton() if where.type == "cuda" else None
+    return None if kernels is None else kernels.scratch(where)
 
 
 def warm(dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -1,210 +1,302 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 """Triton's side of triton_summary.py: spans of a tensor to partials, partials to a row.
 
-Every program takes a span of the tensor and leaves a partial (`PARTIAL` columns); the program that
-finishes last reduces the partials, always in the same order, and merges the result into the row.
+Every program takes a span of the tensor and leaves a partial (`_COLUMNS` below). The one that
+finishes last in its group of programs reduces the group's partials to one, the one that finishes
+last of all reduces those: always the same ones in the same order, so the bits are always the same.
 
-A span is read once. Deviations from its first element are summed in float64: since that element is
-one of the span's own, what cancels is bounded by the span's length, so offsets do no harm, and l2
-follows from mean and std. Formats are told apart by their bits: the largest magnitude alone says
-whether a span holds anything that is NaN, infinite or saturated; only such spans are read again,
-with care.
+What bounds a kernel that reads two bytes a value is not the memory but the number of instructions.
+So a span is read in chunks, of which a lane (16 bytes wide) sees `_STEPS` times 16 bytes. Within a
+chunk a lane sums deviations and their squares in float32, around the mean of its own first values:
+what cancels is then bounded by how few values there are, whatever the data. From chunk to chunk, it
+is all float64. NaN, infinity and squares out of range show in the sums, saturation in the limits;
+such spans alone are read again, with care.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from tensortap.numerics.summary import COLUMNS, FIRST, WIDTH
 
-__all__ = ["FORMATS", "PARTIAL", "Format", "accumulate_many", "accumulate_one"]
+__all__ = ["GROUP", "PARTIAL", "STEPS", "accumulate_many", "accumulate_one"]
 
-PARTIAL = 11  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max
+STEPS = 8  # 16 bytes each, of a lane in a chunk
+GROUP = 64  # programs of which one reduces
+PARTIAL = 16  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max; unused
 
+_STEPS = tl.constexpr(STEPS)
+_GROUP = tl.constexpr(GROUP)
+_PARTIAL = tl.constexpr(PARTIAL)
+_BLOCK = tl.constexpr(16)  # chunks after which counts are moved, before they outgrow a half
 _MOMENTS = tl.constexpr(len(COLUMNS))
 _FIRST = tl.constexpr(FIRST)
 _WIDTH = tl.constexpr(WIDTH)
-_WIDE = tl.constexpr(256)
-
-
-@dataclass(frozen=True, eq=False)
-class Format:
-    """What the kernels must know of a float format; magnitudes are bits without the sign."""
-
-    name: str
-    element: Any  # what the kernels load; a byte where it is float8
-    bits: int
-    mantissa: int
-    bias: int
-    normal: int  # the smallest normal magnitude
-    top: int  # the largest finite one
-    nan: int  # the smallest that is NaN; between the two lies infinity, if there is one
-    torch: torch.dtype  # what the kernels are given
-
-    def __repr__(self) -> str:  # Triton makes it part of the names of its functions
-        return self.name
-
-
-FORMATS = {
-    torch.float32: Format(
-        "f32", tl.float32, 32, 23, 127, 0x00800000, 0x7F7FFFFF, 0x7F800001, torch.float32
-    ),
-    torch.bfloat16: Format("bf16", tl.bfloat16, 16, 7, 127, 0x0080, 0x7F7F, 0x7F81, torch.bfloat16),
-    torch.float16: Format("f16", tl.float16, 16, 10, 15, 0x0400, 0x7BFF, 0x7C01, torch.float16),
-    torch.float8_e5m2: Format("e5m2", tl.uint8, 8, 2, 15, 0x04, 0x7B, 0x7D, torch.uint8),
-    torch.float8_e4m3fn: Format("e4m3", tl.uint8, 8, 3, 7, 0x08, 0x7E, 0x7F, torch.uint8),
-}
 
 
 @triton.jit
-def _decode(raw, F: tl.constexpr):
-    """An element's value as float32 (meaningless where it is not finite) and its magnitude."""
+def _bits(raw, F: tl.constexpr):
+    """A float's bits without the sign; of what is no float, 0."""
     if F.bits == 32:
         magnitude = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        value = raw
     elif F.bits == 16:
         magnitude = raw.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    else:
+        magnitude = raw.to(tl.int32) & 0x7F
+    return magnitude
+
+
+@triton.jit
+def _value(raw, F: tl.constexpr):
+    """An element as float32, or as float64 where that is too narrow.
+
+    Of float8, an exponent and a mantissa are moved to where float32 has them; what is not finite
+    there comes out as some number.
+    """
+    if F.wide:
+        value = raw.to(tl.float64)
+    elif F.whole or F.bits > 8:
         value = raw.to(tl.float32)
-    else:  # an exponent and a mantissa, moved to where float32 has them
+    else:
         wide = raw.to(tl.int32)
-        magnitude = wide & 0x7F
-        moved = (magnitude << (23 - F.mantissa)) | ((wide & 0x80) << 24)
+        moved = ((wide & 0x7F) << (23 - F.mantissa)) | ((wide & 0x80) << 24)
         value = moved.to(tl.float32, bitcast=True) * (2.0 ** (127 - F.bias))
-    return value, magnitude
+        value = tl.where((wide & 0x7F) > F.top, float("nan"), value)
+    return value
 
 
 @triton.jit
-def _add(s, q, low, high, top, zeros, small, s2, q2, low2, high2, top2, zeros2, small2):
-    """Two sets of sums and limits as one."""
-    return (
-        s + s2,
-        q + q2,
-        tl.minimum(low, low2),
-        tl.maximum(high, high2),
-        tl.maximum(top, top2),
-        zeros + zeros2,
-        small + small2,
-    )
+def _pair(raw, F: tl.constexpr):
+    """Elements as halves, of which one instruction of the device takes two."""
+    if F.bits == 16:
+        half = raw
+    elif F.mantissa == 3:
+        half = raw.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        half = raw.to(tl.float8e5, bitcast=True).to(tl.float16)
+    return half
 
 
 @triton.jit
-def _fold(raw, shift, s, q, low, high, top, zeros, small, F: tl.constexpr):
-    """Add a tile to each lane's sums; a lane's elements are one thread's, so nothing is moved."""
-    value, magnitude = _decode(raw, F)
-    away = value.to(tl.float64) - shift
-    null = (magnitude == 0).to(tl.int32)
-    below = (magnitude < F.normal).to(tl.int32)
-    s2, q2, low2, high2, top2, zeros2, small2 = tl.reduce(
-        (away, away * away, value, value, magnitude, null, below), 1, _add
-    )
-    return _add(s, q, low, high, top, zeros, small, s2, q2, low2, high2, top2, zeros2, small2)
+def _halves(TEXT: tl.constexpr, a, b, F: tl.constexpr):
+    return tl.inline_asm_elementwise(TEXT, "=r,r,r", [a, b], dtype=F.half, is_pure=True, pack=2)
 
 
 @triton.jit
-def _span(x, start, stop, out, stride, LANES: tl.constexpr, F: tl.constexpr):
-    """Leave the partial of the elements from `start` to `stop`, of which there is at least one."""
-    EACH: tl.constexpr = 128 // F.bits
-    TILE: tl.constexpr = LANES * EACH
+def _chunk(
+    x, ref, total, square, low, high, zeros, small,
+    LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Add a chunk that starts at `x` to the sums."""
+    EACH: tl.constexpr = F.each
+    N: tl.constexpr = _STEPS * EACH
+    MINIMUM: tl.constexpr = F.minimum
+    MAXIMUM: tl.constexpr = F.maximum
+    ADD_ZERO: tl.constexpr = F.add_zero
+    ADD_SMALL: tl.constexpr = F.add_small
     cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    pad = tl.load(x + start)
-    value, magnitude = _decode(pad, F)
-    shift = value.to(tl.float64)
+    for step in tl.static_range(_STEPS):
+        raw = tl.load(x + (cell + step * LANES * EACH))
+        if PACKED:
+            half = _pair(raw, F)
+            value = half.to(tl.float32)
+            low = _halves(MINIMUM, low, half, F)
+            high = _halves(MAXIMUM, high, half, F)
+            zeros = _halves(ADD_ZERO, zeros, half, F)
+            small = _halves(ADD_SMALL, small, half, F)
+        else:
+            value = _value(raw, F)
+            low = tl.minimum(low, value)
+            high = tl.maximum(high, value)
+            zeros += (value == 0).to(tl.int32)
+            if not F.whole:
+                small += (_bits(raw, F) < F.normal).to(tl.int32)
+        if step == 0:  # equal values have themselves as their mean: EACH is a power of two
+            shift = tl.sum(value, 1) * (1.0 / EACH)
+            s = value - shift[:, None]
+            q = s * s
+        else:
+            away = value - shift[:, None]
+            s += away
+            q += away * away
+    lane = tl.sum(s, 1).to(tl.float64)
+    off = (shift.to(tl.float64) - ref) + lane * (1.0 / N)
+    total += N * off
+    square += (tl.sum(q, 1).to(tl.float64) - lane * lane * (1.0 / N)) + N * off * off
+    return total, square, low, high, zeros, small
+
+
+@triton.jit
+def _rest(
+    x, left, ref, total, square, low, high, zeros, small, LANES: tl.constexpr, F: tl.constexpr
+):
+    """Add the `left` elements from `x` on, fewer than a chunk's, to the sums: all in float64."""
+    EACH: tl.constexpr = F.each
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    for at in range(0, left, LANES * EACH):
+        there = at + cell < left
+        raw = tl.load(x + (at + cell), mask=there, other=0)
+        value = _value(raw, F)
+        away = tl.where(there, value.to(tl.float64) - ref, 0.0)
+        total += tl.sum(away, 1)
+        square += tl.sum(away * away, 1)
+        low = tl.minimum(low, tl.min(tl.where(there, value, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(there, value, float("-inf")), 1))
+        zeros += tl.sum((there & (value == 0)).to(tl.int32), 1)
+        if not F.whole:
+            small += tl.sum((there & (_bits(raw, F) < F.normal)).to(tl.int32), 1)
+    return total, square, low, high, zeros, small
+
+
+@triton.jit
+def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.constexpr):
+    """Leave the partial of the elements from `start` to `stop`."""
+    EACH: tl.constexpr = F.each
+    CHUNK: tl.constexpr = LANES * EACH * _STEPS
+    REAL: tl.constexpr = tl.float64 if F.wide else tl.float32
+    LIMIT: tl.constexpr = F.half if PACKED else REAL
+    COUNT: tl.constexpr = F.half if PACKED else tl.int32
+    x += start
+    length = stop - start
+    ref = _value(tl.load(x, mask=length > 0, other=0), F).to(tl.float64)
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
-    low = tl.full([LANES], float("inf"), tl.float32)
-    high = tl.full([LANES], float("-inf"), tl.float32)
-    top = tl.zeros([LANES], tl.int32)
+    lows = tl.full([LANES, EACH], float("inf"), LIMIT)
+    highs = tl.full([LANES, EACH], float("-inf"), LIMIT)
     zeros = tl.zeros([LANES], tl.int32)
     small = tl.zeros([LANES], tl.int32)
-    whole = start + (stop - start) // TILE * TILE
-    for at in range(start, whole, TILE):
-        total, square, low, high, top, zeros, small = _fold(
-            tl.load(x + at + cell), shift, total, square, low, high, top, zeros, small, F
-        )
-    padded = tl.full([], 0, tl.int32)
-    if whole < stop:  # filled up with the first element, which is the one that adds nothing
-        total, square, low, high, top, zeros, small = _fold(
-            tl.load(x + whole + cell, mask=whole + cell < stop, other=pad),
-            shift,
-            total,
-            square,
-            low,
-            high,
-            top,
-            zeros,
-            small,
-            F,
-        )
-        padded = (whole + TILE - stop).to(tl.int32)
-    s, q, least, most, peak, nulls, below = tl.reduce(
-        (total, square, low, high, top, zeros, small), 0, _add
+    chunks = (length // CHUNK).to(tl.int32)
+    at = x
+    for block in range(0, chunks, _BLOCK):
+        nulls = tl.zeros([LANES, EACH], COUNT)
+        below = tl.zeros([LANES, EACH], COUNT)
+        for _number in range(block, tl.minimum(block + _BLOCK, chunks)):
+            total, square, lows, highs, nulls, below = _chunk(
+                at, ref, total, square, lows, highs, nulls, below, LANES, F, PACKED
+            )
+            at += CHUNK
+        zeros += tl.sum(nulls.to(tl.int32), 1)
+        small += tl.sum(below.to(tl.int32), 1)
+    low = tl.min(lows.to(REAL), 1)
+    high = tl.max(highs.to(REAL), 1)
+    left = (length - chunks.to(tl.int64) * CHUNK).to(tl.int32)
+    total, square, low, high, zeros, small = _rest(
+        at, left, ref, total, square, low, high, zeros, small, LANES, F
     )
-    nulls -= tl.where(magnitude == 0, padded, 0)
-    below -= tl.where(magnitude < F.normal, padded, 0)
-    n = (stop - start).to(tl.float64)
-    nans = tl.full([], 0, tl.int32)
+    s, q = tl.sum(total), tl.sum(square)
+    least = tl.min(low).to(tl.float64)
+    most = tl.max(high).to(tl.float64)
+    nothing, lesser = tl.sum(zeros), tl.sum(small)
+    n = length.to(tl.float64)
+    nans = tl.full([], 0.0, tl.float64)
     ups, downs, full = nans, nans, nans
-    if peak >= F.top:
-        nans, ups, downs, full, least, most = _count_special(x, start, stop, LANES, F)
-        n -= (nans + ups + downs).to(tl.float64)
-        shift = tl.where(n > 0, most, 0.0).to(tl.float64)
-        s, q = _sum_finite(x, start, stop, shift, LANES, F)
+    if F.whole:
+        lesser = nothing
+        if (least <= F.least) | (most >= F.most):
+            full = _count_full(x, length, LANES, F)
+    else:
+        # Neither is true of NaN. Squares below float32's range are lost; above, they are infinite.
+        fine = (tl.abs(s) < float("inf")) & (q < float("inf"))
+        fine = fine & ((q >= n * 1e-36) | (least == most))
+        if (not fine) | (least <= -F.largest) | (most >= F.largest):
+            nans, ups, downs, full, least, most = _count_special(x, length, LANES, F)
+            n -= nans + ups + downs
+            ref = tl.where(n > 0, most, 0.0)
+            s, q = _sum_finite(x, length, ref, LANES, F)
     mean = s / tl.maximum(n, 1.0)
-    tl.store(out, n)
-    tl.store(out + stride, nans.to(tl.float64))
-    tl.store(out + 2 * stride, ups.to(tl.float64))
-    tl.store(out + 3 * stride, downs.to(tl.float64))
-    tl.store(out + 4 * stride, nulls.to(tl.float64))
-    tl.store(out + 5 * stride, (below - nulls).to(tl.float64))
-    tl.store(out + 6 * stride, full.to(tl.float64))
-    tl.store(out + 7 * stride, shift + mean)
-    tl.store(out + 8 * stride, tl.maximum(q - s * mean, 0.0))
-    tl.store(out + 9 * stride, least.to(tl.float64))
-    tl.store(out + 10 * stride, most.to(tl.float64))
+    m2 = tl.maximum(q - s * mean, 0.0)
+    mean = tl.where(least == most, least, ref + mean)
+    m2 = tl.where(least == most, 0.0, m2)
+    column = tl.arange(0, _PARTIAL)
+    part = _packed(
+        column, n, nans, ups, downs, nothing.to(tl.float64), (lesser - nothing).to(tl.float64),
+        full, mean, m2, least, most,
+    )  # fmt: skip
+    tl.store(out + column, part)
 
 
 @triton.jit
-def _count_special(x, start, stop, LANES: tl.constexpr, F: tl.constexpr):
+def _packed(column, n, nans, ups, downs, zeros, small, full, mean, m2, least, most):
+    """The columns of a partial, side by side."""
+    part = tl.where(column == 0, n, 0.0)
+    part = tl.where(column == 1, nans, part)
+    part = tl.where(column == 2, ups, part)
+    part = tl.where(column == 3, downs, part)
+    part = tl.where(column == 4, zeros, part)
+    part = tl.where(column == 5, small, part)
+    part = tl.where(column == 6, full, part)
+    part = tl.where(column == 7, mean, part)
+    part = tl.where(column == 8, m2, part)
+    part = tl.where(column == 9, least, part)
+    return tl.where(column == 10, most, part)
+
+
+@triton.jit
+def _count_full(x, length, LANES: tl.constexpr, F: tl.constexpr):
+    """How many integers are the least or the largest of their kind."""
+    EACH: tl.constexpr = F.each
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    full = tl.zeros([LANES, EACH], tl.int32)
+    for at in range(0, length, LANES * EACH):
+        raw = tl.load(x + at + cell, mask=at + cell < length, other=0)
+        if F.bits < 32:
+            raw = raw.to(tl.int32)
+        full += ((raw == F.most) | (raw == F.least)).to(tl.int32)
+    return tl.sum(tl.sum(full, 1)).to(tl.float64)
+
+
+@triton.jit
+def _count_special(x, length, LANES: tl.constexpr, F: tl.constexpr):
     """NaN, +Inf, -Inf and saturated values of a span, and the limits of the finite ones."""
-    lane = tl.arange(0, LANES)
-    nans = tl.zeros([LANES], tl.int32)
-    ups = tl.zeros([LANES], tl.int32)
-    downs = tl.zeros([LANES], tl.int32)
-    full = tl.zeros([LANES], tl.int32)
-    low = tl.full([LANES], float("inf"), tl.float32)
-    high = tl.full([LANES], float("-inf"), tl.float32)
-    for at in range(start, stop, LANES):
-        raw = tl.load(x + at + lane, mask=at + lane < stop, other=0)
-        value, magnitude = _decode(raw, F)
+    EACH: tl.constexpr = F.each
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    nans = tl.zeros([LANES, EACH], tl.int32)
+    ups = tl.zeros([LANES, EACH], tl.int32)
+    downs = tl.zeros([LANES, EACH], tl.int32)
+    full = tl.zeros([LANES, EACH], tl.int32)
+    low = tl.full([LANES, EACH], float("inf"), tl.float32)
+    high = tl.full([LANES, EACH], float("-inf"), tl.float32)
+    for at in range(0, length, LANES * EACH):
+        there = at + cell < length
+        raw = tl.load(x + at + cell, mask=there, other=0)
+        value, magnitude = _value(raw, F), _bits(raw, F)
+        if F.bits == 8:
+            negative = raw >= 128
+        else:
+            negative = value < 0
         infinite = (magnitude > F.top) & (magnitude < F.nan)
-        finite = (magnitude <= F.top) & (at + lane < stop)
+        finite = (magnitude <= F.top) & there
         nans += (magnitude >= F.nan).to(tl.int32)
-        ups += (infinite & (value > 0)).to(tl.int32)
-        downs += (infinite & (value < 0)).to(tl.int32)
+        ups += (infinite & (not negative)).to(tl.int32)
+        downs += (infinite & negative).to(tl.int32)
         full += (magnitude == F.top).to(tl.int32)
         low = tl.minimum(low, tl.where(finite, value, float("inf")))
         high = tl.maximum(high, tl.where(finite, value, float("-inf")))
-    return tl.sum(nans), tl.sum(ups), tl.sum(downs), tl.sum(full), tl.min(low), tl.max(high)
+    return (
+        tl.sum(tl.sum(nans, 1)).to(tl.float64),
+        tl.sum(tl.sum(ups, 1)).to(tl.float64),
+        tl.sum(tl.sum(downs, 1)).to(tl.float64),
+        tl.sum(tl.sum(full, 1)).to(tl.float64),
+        tl.min(tl.min(low, 1)).to(tl.float64),
+        tl.max(tl.max(high, 1)).to(tl.float64),
+    )
 
 
 @triton.jit
-def _sum_finite(x, start, stop, shift, LANES: tl.constexpr, F: tl.constexpr):
-    """The sums of a span's finite deviations and of their squares."""
-    lane = tl.arange(0, LANES)
+def _sum_finite(x, length, ref, LANES: tl.constexpr, F: tl.constexpr):
+    """The sums of a span's finite deviations and of their squares, all in float64."""
+    EACH: tl.constexpr = F.each
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
-    for at in range(start, stop, LANES):
-        raw = tl.load(x + at + lane, mask=at + lane < stop, other=0)
-        value, magnitude = _decode(raw, F)
-        finite = (magnitude <= F.top) & (at + lane < stop)
-        away = tl.where(finite, value.to(tl.float64) - shift, 0.0)
-        total += away
-        square += away * away
+    for at in range(0, length, LANES * EACH):
+        there = at + cell < length
+        raw = tl.load(x + at + cell, mask=there, other=0)
+        finite = (_bits(raw, F) <= F.top) & there
+        away = tl.where(finite, _value(raw, F).to(tl.float64) - ref, 0.0)
+        total += tl.sum(away, 1)
+        square += tl.sum(away * away, 1)
     return tl.sum(total), tl.sum(square)
 
 
@@ -218,138 +310,172 @@ def _hypot(a, b, c):
 
 
 @triton.jit
-def _finish(parts, stride, first, programs, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
-    """Reduce the partials of a tensor of `size` elements; merge them into its row, or fill it."""
-    lane, column = tl.arange(0, _WIDE), tl.arange(0, 8)
-    sums = tl.zeros([_WIDE, 8], tl.float64)
-    low = tl.full([_WIDE], float("inf"), tl.float64)
-    high = tl.full([_WIDE], float("-inf"), tl.float64)
-    base = tl.full([_WIDE], float("-inf"), tl.float64)
-    for at in range(0, programs, _WIDE):
-        there = at + lane < programs
-        part = parts + first + at + lane
-        sums += tl.load(
-            part[:, None] + column[None, :] * stride,
-            mask=there[:, None] & (column < 7)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        n = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-        mean = tl.load(part + 7 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        least = tl.load(part + 9 * stride, mask=there, other=float("inf"), cache_modifier=".cg")
-        most = tl.load(part + 10 * stride, mask=there, other=float("-inf"), cache_modifier=".cg")
-        base = tl.maximum(base, tl.where(n > 0, mean, float("-inf")))
-        low, high = tl.minimum(low, least), tl.maximum(high, most)
-    counts = tl.sum(sums, 0)
-    finite = tl.sum(tl.where(column == 0, counts, 0.0), 0)
-    least, most = tl.min(low), tl.max(high)
-    centre = tl.where(finite > 0, tl.max(base), 0.0)  # one of the means, so that little cancels
-    s = tl.zeros([_WIDE], tl.float64)
-    q = tl.zeros([_WIDE], tl.float64)
-    for at in range(0, programs, _WIDE):
-        there = at + lane < programs
-        part = parts + first + at + lane
-        n = tl.load(part, mask=there, other=0.0, cache_modifier=".cg")
-        mean = tl.load(part + 7 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        m2 = tl.load(part + 8 * stride, mask=there, other=0.0, cache_modifier=".cg")
-        away = tl.where(n > 0, mean - centre, 0.0)
-        s += n * away
-        q += m2 + n * away * away
-    whole = tl.maximum(finite, 1.0)
-    rest = tl.sum(s) / whole
-    mean = centre + rest
-    std = tl.sqrt(tl.maximum(tl.sum(q) / whole - rest * rest, 0.0))
-    l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
+def _reduced(parts, many):
+    """Up to `_GROUP` partials as one: the counts side by side, mean, m2, min and max.
 
-    # Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
-    # A row to fill is read as one that is empty.
+    Chan's formula, around one of the means, so that little cancels.
+    """
+    lane, column = tl.arange(0, _GROUP), tl.arange(0, _PARTIAL)
+    there = lane < many
+    part = tl.load(
+        parts + lane[:, None] * _PARTIAL + column[None, :],
+        mask=there[:, None],
+        other=0.0,
+        cache_modifier=".cg",  # what other programs wrote is in the second cache, not in the first
+    )
+    n = tl.sum(tl.where(column[None, :] == 0, part, 0.0), 1)
+    mean = tl.sum(tl.where(column[None, :] == 7, part, 0.0), 1)
+    m2 = tl.sum(tl.where(column[None, :] == 8, part, 0.0), 1)
+    some = n > 0
+    low = tl.sum(tl.where(column[None, :] == 9, part, 0.0), 1)
+    high = tl.sum(tl.where(column[None, :] == 10, part, 0.0), 1)
+    least = tl.min(tl.where(some, low, float("inf")))
+    most = tl.max(tl.where(some, high, float("-inf")))
+    counts = tl.sum(tl.where(column[None, :] < 7, part, 0.0), 0)
+    finite = tl.sum(n)
+    centre = tl.max(tl.where(some, mean, float("-inf")))
+    away = tl.where(some, mean - centre, 0.0)
+    rest = tl.sum(n * away) / tl.maximum(finite, 1.0)
+    m2 = tl.maximum(tl.sum(m2 + n * away * away) - finite * rest * rest, 0.0)
+    mean = tl.where(finite > 0, centre + rest, 0.0)
+    return counts, finite, mean, m2, least, most
+
+
+@triton.jit
+def _reduce_group(parts, many, out):
+    """Leave the partial of a group of programs."""
+    counts, _finite, mean, m2, least, most = _reduced(parts, many)
+    column = tl.arange(0, _PARTIAL)
+    part = tl.where(column == 7, mean, counts)
+    part = tl.where(column == 8, m2, part)
+    part = tl.where(column == 9, least, part)
+    tl.store(out + column, tl.where(column == 10, most, part))
+
+
+@triton.jit
+def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
+    """Reduce the last partials of a tensor of `size` elements; merge them into its row, or fill it.
+
+    Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
+    """
+    counts, finite, mean, m2, least, most = _reduced(parts, many)
+    column = tl.arange(0, _PARTIAL)
+    std = tl.sqrt(m2 / tl.maximum(finite, 1.0))
+    l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
+    absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
+    counts = tl.where(column == 0, size, counts)
+    count = tl.full([], 0.0, tl.float64)
+    known = finite > 0
     if MERGE:
         count = tl.load(row)
         held = count - tl.load(row + 1) - tl.load(row + 2) - tl.load(row + 3)
-    else:
-        count = tl.full([], 0.0, tl.float64)
-        held = count
-    mean2 = tl.where(held > 0, tl.load(row + 7), mean)
-    std2 = tl.where(held > 0, tl.load(row + 8), 0.0)
-    all_n = tl.maximum(finite + held, 1.0)
-    share, share2 = finite / all_n, held / all_n
-    half = mean / 2 - mean2 / 2
-    both = tl.where(finite > held, mean - 2 * (half * share2), mean2 + 2 * (half * share))
-    spread = _hypot(
-        std * tl.sqrt(share), std2 * tl.sqrt(share2), half * (2 * tl.sqrt(share * share2))
-    )
-    absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
-    least = tl.where(held > 0, tl.minimum(least, tl.load(row + 9)), least)
-    most = tl.where(held > 0, tl.maximum(most, tl.load(row + 10)), most)
-    absmax = tl.where(held > 0, tl.maximum(absmax, tl.load(row + 11)), absmax)
-    l2 = _hypot(l2, tl.where(held > 0, tl.load(row + 12), 0.0), 0.0)
-    known = finite + held > 0
-    nothing = float("nan")
-    counts = tl.where(column == 0, size, counts)
-    if MERGE:
+        mean2 = tl.where(held > 0, tl.load(row + 7), mean)
+        std2 = tl.where(held > 0, tl.load(row + 8), 0.0)
+        all_n = tl.maximum(finite + held, 1.0)
+        share, share2 = finite / all_n, held / all_n
+        half = mean / 2 - mean2 / 2
+        mean = tl.where(finite > held, mean - 2 * (half * share2), mean2 + 2 * (half * share))
+        std = _hypot(
+            std * tl.sqrt(share), std2 * tl.sqrt(share2), half * (2 * tl.sqrt(share * share2))
+        )
+        least = tl.where(held > 0, tl.minimum(least, tl.load(row + 9)), least)
+        most = tl.where(held > 0, tl.maximum(most, tl.load(row + 10)), most)
+        absmax = tl.where(held > 0, tl.maximum(absmax, tl.load(row + 11)), absmax)
+        l2 = _hypot(l2, tl.where(held > 0, tl.load(row + 12), 0.0), 0.0)
         counts += tl.load(row + column, mask=column < 7, other=0.0)
-    tl.store(row + column, counts, mask=column < 7)
-    tl.store(row + 7, tl.where(known, both, nothing))
-    tl.store(row + 8, tl.where(known, spread, nothing))
-    tl.store(row + 9, tl.where(known, least + 0.0, nothing))
-    tl.store(row + 10, tl.where(known, most + 0.0, nothing))
-    tl.store(row + 11, tl.where(known, absmax, nothing))
-    tl.store(row + 12, l2)
+        known = finite + held > 0
+    nothing = float("nan")
+    line = tl.where(column == 7, tl.where(known, mean, nothing), counts)
+    line = tl.where(column == 8, tl.where(known, std, nothing), line)
+    line = tl.where(column == 9, tl.where(known, least + 0.0, nothing), line)
+    line = tl.where(column == 10, tl.where(known, most + 0.0, nothing), line)
+    line = tl.where(column == 11, tl.where(known, absmax, nothing), line)
+    line = tl.where(column == 12, l2, line)
+    tl.store(row + column, line, mask=column < _MOMENTS)
     place = tl.arange(0, 16)
     taken = tl.minimum(count, 1.0 * _FIRST).to(tl.int32)
     fresh = (place >= taken) & (place < _FIRST)
-    raw = tl.load(head + (place - taken), mask=fresh & (place - taken < size), other=0)
-    value, magnitude = _decode(raw, F)
-    infinity = tl.where(value > 0, float("inf"), float("-inf"))
-    value = tl.where(magnitude > F.top, infinity, value)
-    missing = (magnitude >= F.nan) | (place - taken >= size)
-    tl.store(row + _MOMENTS + place, tl.where(missing, nothing, value.to(tl.float64)), mask=fresh)
+    held_here = place - taken < size
+    raw = tl.load(head + (place - taken), mask=fresh & held_here, other=0)
+    value = _value(raw, F).to(tl.float64)
+    if F.bits == 8 and not F.whole:
+        sign = tl.where(raw >= 128, float("-inf"), float("inf"))
+        value = tl.where((_bits(raw, F) > F.top) & (_bits(raw, F) < F.nan), sign, value)
+    tl.store(row + _MOMENTS + place, tl.where(held_here, value, nothing), mask=fresh)
 
 
-@triton.jit(do_not_specialize=["parts", "stride", "counters", "size", "tiles", "head", "row"])
+@triton.jit
+def _finish(
+    parts, counters, group, member, programs, groups, head, size, row,
+    F: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """What a program does once its partial is written: nothing, unless it is the last.
+
+    `parts` are the partials of the tensor's programs, then those of its groups, `counters` those of
+    its groups, then one for all; they are 0 again afterwards, for the next launch on this stream.
+    """
+    tl.debug_barrier()
+    many = tl.minimum(programs - group * _GROUP, _GROUP)
+    if tl.atomic_add(counters + group, 1, sem="acq_rel") == many - 1:
+        tl.store(counters + group, 0)
+        first = parts + group * _GROUP * _PARTIAL
+        if groups == 1:
+            _write(first, many, head, size, row, F, MERGE)
+        else:
+            above = parts + programs * _PARTIAL
+            _reduce_group(first, many, above + group * _PARTIAL)
+            tl.debug_barrier()
+            if tl.atomic_add(counters + groups, 1, sem="acq_rel") == groups - 1:
+                tl.store(counters + groups, 0)
+                _write(above, groups, head, size, row, F, MERGE)
+
+
+@triton.jit(do_not_specialize=["parts", "counters", "size", "chunks", "head", "row"])
 def accumulate_one(
     parts,
-    stride,
     counters,
     size: tl.int64,
-    tiles,
+    chunks,
     head: tl.int64,
     LANES: tl.constexpr,
     F: tl.constexpr,
+    PACKED: tl.constexpr,
     MERGE: tl.constexpr,
     x,
     row,
 ):
-    """One tensor: each program takes `tiles` tiles of it. The first elements are at `head`, or at
+    """One tensor: each program takes `chunks` chunks of it. The first elements are at `head`, or at
     `x` where that is 0; what a launch is told last is what differs from one to the next.
     """
-    TILE: tl.constexpr = LANES * (128 // F.bits)
+    EACH: tl.constexpr = F.each
+    CHUNK: tl.constexpr = LANES * EACH * _STEPS
     program = tl.program_id(0)
-    start = program.to(tl.int64) * tiles * TILE
-    stop = tl.minimum(start + tiles * TILE, size)
-    _span(x, start, stop, parts + program, stride, LANES, F)
-    tl.debug_barrier()
     programs = tl.num_programs(0)
-    if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
-        where = tl.where(head == 0, x.to(tl.int64), head).to(tl.pointer_type(F.element))
-        _finish(parts, stride, 0, programs, where, size, row, F, MERGE)
-        tl.store(counters, 0)  # for the next launch on this stream
+    start = program.to(tl.int64) * chunks * CHUNK
+    stop = tl.minimum(start + chunks * CHUNK, size)
+    _span(x, start, stop, parts + program * _PARTIAL, LANES, F, PACKED)
+    where = tl.where(head == 0, x.to(tl.int64), head).to(tl.pointer_type(F.element))
+    groups = (programs + _GROUP - 1) // _GROUP
+    _finish(
+        parts, counters, program // _GROUP, program, programs, groups, where, size, row, F, MERGE
+    )
 
 
-@triton.jit(do_not_specialize=["parts", "stride", "counters", "tiles", "rows"])
+@triton.jit(do_not_specialize=["parts", "counters", "chunks", "rows"])
 def accumulate_many(
     parts,
-    stride,
     counters,
-    tiles,
+    chunks,
     LANES: tl.constexpr,
     F: tl.constexpr,
+    PACKED: tl.constexpr,
     MERGE: tl.constexpr,
     table,
     rows,
 ):
     """Many tensors: `table` says which one a program works on, and where that one lies."""
-    TILE: tl.constexpr = LANES * (128 // F.bits)
+    EACH: tl.constexpr = F.each
+    CHUNK: tl.constexpr = LANES * EACH * _STEPS
     program = tl.program_id(0)
     tensor = tl.load(table + program)
     entry = table + tl.num_programs(0) + tensor * 5
@@ -358,10 +484,15 @@ def accumulate_many(
     first = tl.load(entry + 2)
     programs = tl.load(entry + 3)
     row = rows + tl.load(entry + 4) * _WIDTH
-    start = (program - first) * tiles * TILE
-    stop = tl.minimum(start + tiles * TILE, size)
-    _span(x, start, stop, parts + program, stride, LANES, F)
-    tl.debug_barrier()
-    if tl.atomic_add(counters + tensor, 1, sem="acq_rel") == programs - 1:
-        _finish(parts, stride, first, programs, x, size, row, F, MERGE)
-        tl.store(counters + tensor, 0)
+    member = program - first
+    groups = (programs + _GROUP - 1) // _GROUP
+    # A tensor's groups and what stands above them take as much room as two more programs a tensor
+    # and one in `_GROUP`; the same is true of the counters.
+    above = first // _GROUP + 2 * tensor
+    start = member * chunks * CHUNK
+    stop = tl.minimum(start + chunks * CHUNK, size)
+    own = parts + (first + above) * _PARTIAL
+    _span(x, start, stop, own + member * _PARTIAL, LANES, F, PACKED)
+    _finish(
+        own, counters + above, member // _GROUP, member, programs, groups, x, size, row, F, MERGE
+    )

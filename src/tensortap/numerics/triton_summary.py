@@ -1,8 +1,8 @@
 """Summary rows on CUDA: one launch a tensor, or one for many. The kernels: triton_kernels.py.
 
-float32, float16, bfloat16, the two common float8 and complex of these are read here, in whatever
-order they lie in memory; the rest is left to device.py, which alone imports this module, since
-that needs Triton. Device -1 is Triton's interpreter.
+The common floats but float64, complex of these, integers and bool are read here, in whatever order
+they lie in memory; the rest is left to device.py, which alone imports this module, since that needs
+Triton. Device -1 is Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ import torch
 from tensortap.numerics import triton_kernels as kernels
 from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
-from tensortap.numerics.triton_kernels import FORMATS, PARTIAL, Format
+from tensortap.numerics.triton_formats import FORMATS, Format
+from tensortap.numerics.triton_kernels import GROUP, PARTIAL, STEPS
 from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry
 
-__all__ = ["accumulate", "accumulate_many", "lean", "warm"]
+__all__ = ["Scratch", "accumulate", "accumulate_many", "lean", "scratch", "warm"]
+
+Scratch = tuple[torch.Tensor, torch.Tensor]  # partials, and counters that are 0 between launches
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
-_LANES, _WARPS = 512, 8
-_PER_SM = 4  # programs: more cost middling tensors more than they bring large ones
-_MOST = 1 << 14  # programs of a launch for many tensors
+_LANES, _WARPS = 128, 4
+_REGISTERS = 72  # what the loop needs: more would leave fewer programs at a time on a processor
+_PER_SM = 8  # programs
+_MOST = 1 << 13  # programs of a launch for many tensors
 
 
-def accumulate(tensor: torch.Tensor, row: torch.Tensor, merge: bool = True) -> bool:
-    """Merge a CUDA tensor into its row, or fill the row with it.
+def accumulate(
+    tensor: torch.Tensor, row: torch.Tensor, merge: bool = True, scratch: Scratch | None = None
+) -> bool:
+    """Merge a CUDA tensor into its row, or fill the row with it; in a scratch that is given.
 
     False, having done nothing, if it is not one to read here. While a graph is captured, a kernel
     must not be compiled: then only what ran before is used (see `warm`).
@@ -48,19 +54,21 @@ def accumulate(tensor: torch.Tensor, row: torch.Tensor, merge: bool = True) -> b
         return merge
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return accumulate(tensor, row, merge)
+            return accumulate(tensor, row, merge, scratch)
     capturing = _capturing(index)
     variant = ("one", index, form, not values.data_ptr() % 16, merge)
     way = _way(variant, capturing)
     if way is None:
         return False
-    programs, tiles = _shares(index, form, size)
-    parts, counters = _own_scratch(index, programs) if capturing else _scratch(index)
+    programs, chunks = _shares(index, form, size)
+    if scratch is None:
+        scratch = _own_scratch(index, programs) if capturing else _scratch(index)
+    parts, counters = scratch
     other = 0 if head is values else head.data_ptr()
     call, front = way
     call(
-        programs, 1, 1, _stream(index), *front, _at(parts), programs, _at(counters), size, tiles,
-        other, _LANES, form, merge, _at(values), _at(row),
+        programs, 1, 1, _stream(index), *front, _at(parts), _at(counters), size, chunks, other,
+        _LANES, form, _packed(index, form), merge, _at(values), _at(row),
     )  # fmt: skip
     return True
 
@@ -90,8 +98,8 @@ def accumulate_many(
         parts, counters = _wide_scratch(index, group.programs, len(group.numbers))
         call, front = way
         call(
-            group.programs, 1, 1, _stream(index), *front, _at(parts), group.programs,
-            _at(counters), group.tiles, _LANES, group.form, merge, _at(group.table), _at(rows),
+            group.programs, 1, 1, _stream(index), *front, _at(parts), _at(counters), group.chunks,
+            _LANES, group.form, _packed(index, group.form), merge, _at(group.table), _at(rows),
         )  # fmt: skip
     return left
 
@@ -113,11 +121,11 @@ def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
         parts, counters = _scratch(index, stream)
     if way is None:
         return None
-    programs, tiles = _shares(index, form, size)
+    programs, chunks = _shares(index, form, size)
     call, front = way
     return partial(
-        call, programs, 1, 1, stream, *front, parts.data_ptr(), programs, counters.data_ptr(), size,
-        tiles, 0, _LANES, form, False,
+        call, programs, 1, 1, stream, *front, parts.data_ptr(), counters.data_ptr(), size, chunks,
+        0, _LANES, form, _packed(index, form), False,
     )  # fmt: skip
 
 
@@ -126,15 +134,19 @@ def warm(dtype: torch.dtype, device: torch.device) -> bool:
     form = FORMATS.get(dtype.to_real())
     if form is None or _BROKEN:
         return False
-    index = -1 if device.type == "cpu" else device.index
-    if index is None:
-        index = torch.cuda.current_device()
+    index = _index(device)
     ways = [
         _way(("one", index, form, aligned, merge), False)
         for aligned in (True, False)
         for merge in (True, False)
     ]
     return None not in ways
+
+
+def scratch(device: torch.device) -> Scratch:
+    """Room for one launch at a time, for a graph that is to keep it."""
+    index = _index(device)
+    return _own_scratch(index, _most_programs(index))
 
 
 _Variant = tuple[str, int, Format, bool, bool]
@@ -154,9 +166,12 @@ def _way(variant: _Variant, capturing: bool) -> Entry | None:
             way = _KERNELS[variant] = _compiled(variant)
         except Exception as error:
             _BROKEN.append(error)
-            why = str(error).partition("\n")[0]
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # Triton's own say no more than where
+                cause = cause.__cause__
+            why = " ".join(str(cause).split())[-200:]
             warnings.warn(
-                f"Triton could not run a summary ({type(error).__name__}: {why}). "
+                f"Triton could not run a summary ({type(cause).__name__}: {why}). "
                 "Torch does it instead: the same numbers, more slowly.",
                 RuntimeWarning,
                 stacklevel=4,
@@ -172,17 +187,16 @@ def _compiled(variant: _Variant) -> Entry:
         row = torch.zeros(1, WIDTH, dtype=torch.float64, device=device)
         raw = torch.zeros(64, dtype=torch.uint8, device=device).view(form.torch)
         one = raw if aligned else raw[1:]
-        parts = torch.zeros(PARTIAL, dtype=torch.float64, device=device)
-        counters = torch.zeros(1, dtype=torch.int32, device=device)
-        ways = (_LANES, form, merge)
+        parts, counters = _own_scratch(index, 1)
+        ways = (_LANES, form, _packed(index, form), merge)
         if kind == "one":
-            jit, args = kernels.accumulate_one, [parts, 1, counters, 1, 1, 0, *ways, one, row]
+            jit, args = kernels.accumulate_one, [parts, counters, 1, 1, 0, *ways, one, row]
         else:
             table = [0, one.data_ptr(), 1, 0, 1, 0]
             entries = torch.tensor(table).pin_memory() if index >= 0 else torch.tensor(table)
             entries = entries.to(device, non_blocking=True)
-            jit, args = kernels.accumulate_many, [parts, 1, counters, 1, *ways, entries, row]
-        return entry(jit, 1, _stream(index), args, num_warps=_WARPS)
+            jit, args = kernels.accumulate_many, [parts, counters, 1, *ways, entries, row]
+        return entry(jit, 1, _stream(index), args, num_warps=_WARPS, maxnreg=_REGISTERS)
 
 
 def _on(index: int) -> Any:
@@ -195,10 +209,18 @@ def _at(tensor: torch.Tensor) -> Any:
 
 
 def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
-    """How many programs read a tensor of this size, and how many tiles each of them."""
-    tile = _LANES * (128 // form.bits)
-    tiles = -(-size // (tile * _most_programs(index)))
-    return -(-size // (tile * tiles)), tiles
+    """How many programs read a tensor of this size, and how many chunks each of them."""
+    chunk = _LANES * STEPS * form.each
+    chunks = -(-size // (chunk * _most_programs(index)))
+    return -(-size // (chunk * chunks)), chunks
+
+
+@cache
+def _packed(index: int, form: Format) -> bool:
+    """Whether the device has the instructions for two halves at once."""
+    return (
+        index >= 0 and form.half is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+    )
 
 
 def _is_row(row: torch.Tensor, index: int) -> bool:
@@ -208,6 +230,12 @@ def _is_row(row: torch.Tensor, index: int) -> bool:
         and row.numel() == WIDTH
         and row.is_contiguous()
     )
+
+
+def _index(device: torch.device) -> int:
+    if device.type == "cpu":
+        return -1
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _capturing(index: int) -> bool:
@@ -229,8 +257,8 @@ def _readable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]
     form = FORMATS.get(values.dtype)
     if form is None:
         return None
-    if form.bits == 8:
-        values = values.detach().view(torch.uint8)
+    if form.torch is not values.dtype:
+        values = values.detach().view(form.torch)
     if values.is_contiguous():
         return values, values, form
     values = values.detach()
@@ -244,7 +272,8 @@ def _readable(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Format]
 def _most_programs(index: int) -> int:
     if index < 0:
         return 4
-    return _PER_SM * int(torch.cuda.get_device_properties(index).multi_processor_count)
+    count = int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return min(_PER_SM * count, GROUP * GROUP)  # of which groups are made, and of these one
 
 
 def _stream(index: int) -> int:
@@ -252,12 +281,11 @@ def _stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index)) if index >= 0 else 0
 
 
-_Scratch = tuple[torch.Tensor, torch.Tensor]
-_SCRATCH: dict[tuple[int, int], _Scratch] = {}
-_WIDE_SCRATCH: dict[tuple[int, int], _Scratch] = {}
+_SCRATCH: dict[tuple[int, int], Scratch] = {}
+_WIDE_SCRATCH: dict[tuple[int, int], Scratch] = {}
 
 
-def _scratch(index: int, stream: int | None = None) -> _Scratch:
+def _scratch(index: int, stream: int | None = None) -> Scratch:
     """Room for the partials of a tensor, and a counter that is 0 between launches.
 
     The last program sees to that. Kept for the stream, since launches on one do not overlap, and
@@ -268,37 +296,37 @@ def _scratch(index: int, stream: int | None = None) -> _Scratch:
     if kept is None:
         there: Any = nullcontext()
         if key[1] != _stream(index):
-            there = torch.cuda.stream(
-                torch.cuda.ExternalStream(key[1], torch.device("cuda", index))
-            )
+            other: Any = torch.cuda.ExternalStream
+            there = torch.cuda.stream(other(key[1], torch.device("cuda", index)))
         with there:
             kept = _SCRATCH[key] = _own_scratch(index, _most_programs(index))
     return kept
 
 
-def _wide_scratch(index: int, programs: int, tensors: int) -> _Scratch:
+def _wide_scratch(index: int, programs: int, tensors: int) -> Scratch:
     """The same for many tensors, as large as was ever wanted on this stream."""
     key = (index, _stream(index))
     kept = _WIDE_SCRATCH.get(key)
-    if kept is None or kept[0].numel() < programs * PARTIAL or kept[1].numel() < tensors:
-        programs, tensors = max(programs, 1 << 12), max(tensors, 256)
-        if kept is not None:
-            programs, tensors = (
-                max(programs, kept[0].numel() // PARTIAL),
-                max(tensors, kept[1].numel()),
-            )
-        kept = _WIDE_SCRATCH[key] = _own_scratch(index, programs, tensors)
+    if kept is None or kept[0].numel() < _room(programs, tensors) * PARTIAL:
+        kept = _own_scratch(index, max(programs, 1 << 12), max(tensors, 1 << 10))
+        _WIDE_SCRATCH[key] = kept
     return kept
 
 
-def _own_scratch(index: int, programs: int, tensors: int = 1) -> _Scratch:
+def _own_scratch(index: int, programs: int, tensors: int = 1) -> Scratch:
     """A graph may be replayed on any stream beside any other, so a captured launch has its own."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
+    room = _room(programs, tensors)
     with torch.inference_mode(False):
         return (
-            torch.empty(programs * PARTIAL, dtype=torch.float64, device=device),
-            torch.zeros(tensors, dtype=torch.int32, device=device),
+            torch.empty(room * PARTIAL, dtype=torch.float64, device=device),
+            torch.zeros(room, dtype=torch.int32, device=device),
         )
+
+
+def _room(programs: int, tensors: int) -> int:
+    """Partials of programs and of their groups: one in so many, and two more a tensor."""
+    return programs + programs // GROUP + 2 * tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +336,7 @@ class _Group:
     form: Format
     table: torch.Tensor
     programs: int
-    tiles: int
+    chunks: int
     numbers: list[int]  # of its tensors, among all
 
 
@@ -351,14 +379,15 @@ def _group(index: int, form: Format, members: list[tuple[int, int, int]]) -> _Gr
     """What the kernel reads: each program's tensor, then each tensor's address, size, first
     program, number of programs and row.
     """
-    tile = _LANES * (128 // form.bits)
+    chunk = _LANES * STEPS * form.each
     address, size, row = np.array(members, dtype=np.int64).T
-    tiles = max(4, -(-int(size.sum()) // (tile * _MOST)))
-    programs = -(-size // (tile * tiles))
+    chunks = -(-int(size.sum()) // (chunk * _MOST))
+    chunks = max(chunks, -(-int(size.max()) // (chunk * GROUP * GROUP)))
+    programs = -(-size // (chunk * chunks))
     first = np.cumsum(programs) - programs
     owner = np.repeat(np.arange(len(members)), programs)
     entries = np.stack([address, size, first, programs, row], axis=1)
     table = torch.from_numpy(np.concatenate([owner, entries.ravel()]))
     if index >= 0:  # from pinned memory, a copy is only enqueued
         table = table.pin_memory().to(torch.device("cuda", index), non_blocking=True)
-    return _Group(form, table, len(owner), tiles, row.tolist())
+    return _Group(form, table, len(owner), chunks, row.tolist())
