@@ -70,6 +70,8 @@ class _Captured:
     block: torch.Tensor | None = None
     first: int = 0
     rows: int = 0
+    scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+    stream: int = 0  # whose launches come one behind the other, so that they share the scratch
     plain: list[tuple[Slot, int]] | None = None  # slot and site of each row, if that is all
 
 
@@ -136,7 +138,7 @@ class Captures:
                     self._make_room(found)
             self._now[get_ident()] = found
             self._graphs[graph] = found
-            _KEPT[graph] = [found.block]
+            _KEPT[graph] = [found.block, found.scratch]
         except Exception as error:  # the model must not notice
             self._fail(error)
 
@@ -153,7 +155,7 @@ class Captures:
                 if block is found.block:
                     self._free[device] = (block, max(used, found.first + found.rows))
             clones = [part.clone for event in found.events for part in event.parts]
-            _KEPT[graph] = [found.block, clones]
+            _KEPT[graph] = [found.block, found.scratch, clones]
             self._captured += bool(found.events)
         except Exception as error:  # the model must not notice
             self._fail(error)
@@ -170,6 +172,8 @@ class Captures:
             for dtype in _DTYPES:
                 on_device.warm(dtype, device)
         found.block, found.first = block, used
+        found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
+        torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
 
     def heard(
         self,
@@ -218,7 +222,8 @@ class Captures:
                 raise TypeError(
                     f"its CUDA graph holds more than {found.rows} values; capture it again"
                 )
-            on_device.fill_on(tensor.detach(), found.block[found.first + found.rows])
+            scratch = found.scratch if _stream(tensor.device) == found.stream else None
+            on_device.fill_on(tensor.detach(), found.block[found.first + found.rows], scratch)
         part.row = found.rows
         found.rows += 1
         return part
@@ -295,6 +300,11 @@ class Captures:
             start = len(tickets)
             some = found.block[found.first + start : found.first + min(found.rows, start + ROWS)]
             tickets += sink.tables.of(found.block.device).take_rows(some)
+
+
+def _stream(device: torch.device) -> int:
+    """The address of a device's current stream; 0 for its default one."""
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def _plain(sink: Sink, found: _Captured) -> list[tuple[Slot, int]] | None:
