@@ -56,6 +56,8 @@ def _value(raw, F: tl.constexpr):
     """
     if F.wide:
         value = raw.to(tl.float64)
+    elif F.bits == 16 and F.mantissa == 7:  # the interpreter's own way loses subnormal values
+        value = (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif F.whole or F.bits > 8:
         value = raw.to(tl.float32)
     else:
@@ -199,7 +201,7 @@ def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.
         # Neither is true of NaN. Squares below float32's range are lost; above, they are infinite.
         fine = (tl.abs(s) < float("inf")) & (q < float("inf"))
         fine = fine & ((q >= n * 1e-36) | (least == most))
-        if (not fine) | (least <= -F.largest) | (most >= F.largest):
+        if (fine == 0) | (least <= -F.largest) | (most >= F.largest):
             nans, ups, downs, full, least, most = _count_special(x, length, LANES, F)
             n -= nans + ups + downs
             ref = tl.where(n > 0, most, 0.0)
@@ -262,14 +264,14 @@ def _count_special(x, length, LANES: tl.constexpr, F: tl.constexpr):
         raw = tl.load(x + at + cell, mask=there, other=0)
         value, magnitude = _value(raw, F), _bits(raw, F)
         if F.bits == 8:
-            negative = raw >= 128
+            positive = raw < 128
         else:
-            negative = value < 0
+            positive = value > 0
         infinite = (magnitude > F.top) & (magnitude < F.nan)
         finite = (magnitude <= F.top) & there
         nans += (magnitude >= F.nan).to(tl.int32)
-        ups += (infinite & (not negative)).to(tl.int32)
-        downs += (infinite & negative).to(tl.int32)
+        ups += (infinite & positive).to(tl.int32)
+        downs += (infinite & (positive == 0)).to(tl.int32)
         full += (magnitude == F.top).to(tl.int32)
         low = tl.minimum(low, tl.where(finite, value, float("inf")))
         high = tl.maximum(high, tl.where(finite, value, float("-inf")))
