@@ -14,7 +14,6 @@ from test_difference_values import KINDS, bounded
 from test_summary_values import noise
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import tensortap.numerics.device_profile as device_profile
 import tensortap.numerics.triton_percentiles as triton_percentiles
 from tensortap.numerics.backend import REFERENCE, pick, pick_pair
 from tensortap.numerics.difference import difference, difference_of
@@ -213,18 +212,16 @@ def test_single_tensors() -> None:
     assert pick(x).summarize_row(x, True)[1] == REFERENCE.summarize_row(x, True)[1]
 
 
-def test_profiles_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_and_streams() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(40, 30, 20, generator=generator)
     y = (x + 0.01 * torch.randn(40, 30, 20, generator=generator)).bfloat16()
     y[3, 4, 5] = math.nan
     x[7, 7, 7] = y[7, 7, 7] = math.inf
-    expected = profile(x, y)
-    assert expected is not None
-    for chunk in (1 << 23, 700):
-        monkeypatch.setattr(device_profile, "CHUNK", chunk)
-        found = profile(x.cuda(), y.cuda())
-        assert found is not None
+    for shape in ((40, 30, 20), (1, 24_000), (24_000, 1), (3, 8000), (8, 3000)):
+        one, two = x.view(shape), y.view(shape)
+        found, expected = profile(one.cuda(), two.cuda()), profile(one, two)
+        assert found is not None and expected is not None
         assert found.tokens == pytest.approx(expected.tokens, rel=1e-6)
         assert found.channels == pytest.approx(expected.channels, rel=1e-6)
     stream = [(x[:7], y[:7]), (x[7:].cuda(), y[7:].cuda())]

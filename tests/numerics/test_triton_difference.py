@@ -16,7 +16,6 @@ from test_profile import assert_defines
 from test_summary_values import HARD, from_bytes, noise
 
 import tensortap.numerics.backend as backend
-import tensortap.numerics.device_profile as device_profile
 from tensortap.errors import OptionError
 from tensortap.numerics.difference import Difference
 from tensortap.numerics.profile import profile
@@ -205,8 +204,8 @@ def test_profiles(second: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = 9 * torch.randn(3, 20, 13, generator=torch.Generator().manual_seed(1))
     x[1, 2, 3], x[2, 0, 0] = math.nan, math.inf
     y = (x.nan_to_num(0.0, 0.0) + 0.1).to(second)
-    for chunk in (1 << 20, 50):
-        monkeypatch.setattr(device_profile, "CHUNK", chunk)
+    for limit in (1 << 20, 50):
+        monkeypatch.setattr(triton_difference, "_COPY_LIMIT", limit)
         for one, two in ((x, y), (x.transpose(0, 1), y.transpose(0, 1)), (x[0, 0], y[0, 0])):
             with use("triton"):
                 found = profile(one, two)

@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ from tensortap.numerics.difference_row import EMPTY, STATE, State, merge_rows, t
 from tensortap.numerics.histogram import Histogram
 from tensortap.numerics.layout import paired_pieces, plain
 from tensortap.numerics.triton_difference_kernels import KINDS, PARTIAL, Kind
+from tensortap.numerics.triton_pairs import as_read, run
 from tensortap.numerics.triton_percentiles import Distances
+from tensortap.numerics.triton_profile import profile_on
 
 __all__ = ["KernelsFailed", "TritonDifference", "readable", "suits_pair"]
 
@@ -108,16 +110,18 @@ class TritonDifference:
             return row, found, distances.histogram()
 
     def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
-        from tensortap.numerics.device_profile import profile_on
+        width = reference.shape[-1]
+        with torch.no_grad():
+            return profile_on(ordered_pieces(reference, candidate, width), width)
 
-        return profile_on(reference, candidate)
 
-
-def ordered_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[Pair]:
-    """Both flat and in order, 8-bit floats and bools as bytes are left to `launch`."""
+def ordered_pieces(
+    reference: torch.Tensor, candidate: torch.Tensor, width: int = 1
+) -> Iterator[Pair]:
+    """Both flat and in order: as they are, or in copies of some times `width` elements."""
     left, right = reference.detach(), candidate.detach()
     whole = left.is_contiguous() and right.is_contiguous()
-    limit = max(1, left.numel()) if whole else _COPY_LIMIT
+    limit = max(1, left.numel()) if whole else max(1, _COPY_LIMIT // width) * width
     for one, two in paired_pieces(left, right, limit):
         yield plain(one), plain(two)
 
@@ -158,6 +162,7 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     step = shape.lanes * each * shape.unroll
     tiles = -(-size // (step * _most_programs(index, shape)))
     programs = -(-size // (step * tiles))
+    grid = (programs, 1, 1)
     table = torch.empty((len(PARTIAL), programs), dtype=torch.float64, device=r.device)
     limits = _bits(rtol), _bits(atol)
     careful = left.wide or right.wide or max(rtol, atol) > _HUGE
@@ -165,41 +170,15 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
         r_words, c_words, words = _in_words(r, c, left, right)
         whole = (r, c, r_words, c_words, table, programs, size, tiles, *limits)
         ways = (shape.lanes, each, shape.unroll, words, left, right, index >= 0, shape.stages)
-        run(kernels.measure, index, programs, whole, ways, shape.warps)
+        run(kernels.measure, index, grid, whole, ways, shape.warps)
     span, lanes = tiles * step, shape.careful_lanes
     args = (r, c, table, programs, size, span, *limits)
-    run(kernels.repair, index, programs, args, (lanes, left, right, careful))
-    run(kernels.locate, index, programs, args[:6], (lanes, _MOST, left, right))
+    run(kernels.repair, index, grid, args, (lanes, left, right, careful))
+    run(kernels.locate, index, grid, args[:6], (lanes, _MOST, left, right))
     row = torch.empty(len(STATE), dtype=torch.float64, device=r.device)
     same = one.dtype == two.dtype
-    run(kernels.finish, index, 1, (table, programs, row, size), (same, _MOST))
+    run(kernels.finish, index, (1, 1, 1), (table, programs, row, size), (same, _MOST))
     return row
-
-
-_KERNELS: dict[Any, Any] = {}
-
-
-def run(
-    jit: Any, index: int, programs: int, args: Sequence[Any], ways: Sequence[Any], warps: int = 8
-) -> None:
-    """Launch a kernel on the current stream, by address where it ran before: Triton's own front
-    door costs the host several times as much. `ways` are what it is compiled for.
-    """
-    seen = [arg >= 1 << 31 if type(arg) is int else not arg.data_ptr() % 16 for arg in args]
-    key = (jit, index, warps, *ways, *seen)
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        _KERNELS[key] = jit[(programs,)](*args, *ways, num_warps=warps)
-        return
-    plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-    kernel[(programs, 1, 1)](*plain, *ways, stream=torch._C._cuda_getCurrentRawStream(index))
-
-
-def as_read(flat: torch.Tensor) -> torch.Tensor:
-    """What the kernels load: 8-bit floats and bools as bytes."""
-    if flat.dtype == torch.bool or (flat.dtype.is_floating_point and flat.element_size() == 1):
-        return flat.view(torch.uint8)
-    return flat
 
 
 def _in_words(

@@ -18,7 +18,17 @@ import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-__all__ = ["KINDS", "PARTIAL", "Kind", "finish", "gather", "locate", "measure", "repair"]
+__all__ = [
+    "KINDS",
+    "PARTIAL",
+    "Kind",
+    "finish",
+    "gather",
+    "locate",
+    "measure",
+    "repair",
+    "wide_value",
+]
 
 PARTIAL: tuple[str, ...] = (
     "finite",
@@ -97,7 +107,7 @@ def _narrow(raw, K: tl.constexpr):
 
 
 @triton.jit
-def _wide(raw, K: tl.constexpr):
+def wide_value(raw, K: tl.constexpr):
     """The value as float64."""
     if K.wide:
         value = raw.to(tl.float64)
@@ -315,8 +325,8 @@ def _pair(r, c, at, stop, LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr)
     """Both values in float64, whether they are there, and whether both are finite; else zeros."""
     lane = at + tl.arange(0, LANES)
     there = lane < stop
-    x = _wide(tl.load(r + lane, mask=there, other=0), R)
-    y = _wide(tl.load(c + lane, mask=there, other=0), C)
+    x = wide_value(tl.load(r + lane, mask=there, other=0), R)
+    y = wide_value(tl.load(c + lane, mask=there, other=0), C)
     finite = there & (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
     return x, y, there, finite
 
@@ -478,8 +488,8 @@ def locate(
         where = tl.min(tl.where(best == largest, place, _NOWHERE))
         tl.store(out, largest)
         tl.store(out + stride, where.to(tl.float64))
-        tl.store(out + 2 * stride, _wide(tl.load(r + where), R))
-        tl.store(out + 3 * stride, _wide(tl.load(c + where), C))
+        tl.store(out + 2 * stride, wide_value(tl.load(r + where), R))
+        tl.store(out + 3 * stride, wide_value(tl.load(c + where), C))
 
 
 @triton.jit
@@ -640,7 +650,7 @@ def gather(
             x = tl.load(r + at + cell, mask=here, other=0)
             y = tl.load(c + at + cell, mask=here, other=0)
         if R.wide or C.wide:
-            x, y = _wide(x, R), _wide(y, C)
+            x, y = wide_value(x, R), wide_value(y, C)
             away = tl.abs(y - x).to(tl.float32)
         else:
             x, y = _narrow(x, R), _narrow(y, C)

@@ -22,6 +22,7 @@ from tensortap.numerics.histogram import BUCKETS, Histogram
 from tensortap.numerics.ordering import Ordering
 from tensortap.numerics.percentiles import PERCENTS, ranks
 from tensortap.numerics.triton_difference_kernels import KINDS
+from tensortap.numerics.triton_pairs import as_read, run
 
 __all__ = ["Distances"]
 
@@ -159,8 +160,6 @@ def _gather(
     counts: torch.Tensor,
     kept: torch.Tensor,
 ) -> None:
-    from tensortap.numerics.triton_difference import as_read, run
-
     index = one.get_device()
     if index >= 0 and index != torch.cuda.current_device():
         with torch.cuda.device(index):
@@ -169,9 +168,9 @@ def _gather(
     each = min(8, 128 // max(left.bits, right.bits))
     lanes = _LANES if index >= 0 else 32
     tiles = -(-one.numel() // (lanes * each * (_SPANS if index >= 0 else 4)))
-    programs = -(-one.numel() // (lanes * each * tiles))
+    grid = (-(-one.numel() // (lanes * each * tiles)), 1, 1)
     args = (as_read(one), as_read(two), bounds, counts, kept, kept.numel(), one.numel(), tiles)
-    run(kernels.gather, index, programs, args, (lanes, each, left, right), _WARPS)
+    run(kernels.gather, index, grid, args, (lanes, each, left, right), _WARPS)
 
 
 def _resolved(
