@@ -421,15 +421,16 @@ def _finish(
     if tl.atomic_add(counters + group, 1, sem="acq_rel") == many - 1:
         tl.store(counters + group, 0)
         first = parts + group * _GROUP * _PARTIAL
-        if groups == 1:
-            _write(first, many, head, size, row, F, MERGE)
-        else:
-            above = parts + programs * _PARTIAL
+        above = parts + programs * _PARTIAL
+        last = groups == 1
+        if groups > 1:
             _reduce_group(first, many, above + group * _PARTIAL)
             tl.debug_barrier()
-            if tl.atomic_add(counters + groups, 1, sem="acq_rel") == groups - 1:
-                tl.store(counters + groups, 0)
-                _write(above, groups, head, size, row, F, MERGE)
+            last = tl.atomic_add(counters + groups, 1, sem="acq_rel") == groups - 1
+        if last:
+            tl.store(counters + groups, 0)
+            rest = tl.where(groups == 1, first, above)
+            _write(rest, tl.where(groups == 1, many, groups), head, size, row, F, MERGE)
 
 
 @triton.jit(do_not_specialize=["parts", "counters", "size", "chunks", "head", "row"])
