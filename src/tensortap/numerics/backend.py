@@ -81,12 +81,12 @@ class _Triton:
     def summarize_row(
         self, tensor: torch.Tensor, histogram: bool
     ) -> tuple[Sequence[float], Histogram | None]:
-        from tensortap.numerics.device import accumulate_on, empty_rows
+        from tensortap.numerics.device import empty_rows, fill_on
 
         if histogram:  # which the kernels have not
             return REFERENCE.summarize_row(tensor, histogram)
         row = empty_rows(1, tensor.device)[0]
-        accumulate_on(tensor, row)
+        fill_on(tensor, row)
         return row.tolist(), None
 
     def difference_row(
@@ -163,7 +163,8 @@ def pick(tensor: torch.Tensor) -> Backend:
     if forced == "reference":
         return REFERENCE
     if tensor.is_cuda:
-        suits = forced != "native" and _kernels() is not None and not tensor.is_quantized
+        kernels = _kernels() if forced != "native" else None
+        suits = kernels is not None and kernels.readable(tensor)
         return _TRITON if suits else REFERENCE
     return _NATIVE if forced != "triton" and native.suits(tensor) else REFERENCE
 

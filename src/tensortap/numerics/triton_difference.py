@@ -158,7 +158,7 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     left, right = KINDS[one.dtype], KINDS[two.dtype]
     r, c = as_read(one), as_read(two)
     size = r.numel()
-    each = 128 // min(left.bits, right.bits)
+    each = min(8, 128 // min(left.bits, right.bits))
     step = shape.lanes * each * shape.unroll
     tiles = -(-size // (step * _most_programs(index, shape)))
     programs = -(-size // (step * tiles))
