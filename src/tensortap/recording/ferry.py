@@ -22,7 +22,7 @@ import torch
 from ..numerics.device import fill_many
 from .arena import Arena, Buffer
 from .cuda import Cuda
-from .parcel import Entry, Parcel
+from .parcel import Entry, Line, Parcel
 from .segment import ALIGNMENT
 from .stage import ROW_BYTES, Region, Stage
 
@@ -46,29 +46,38 @@ class Load:
     buffer: Buffer
     stream: Any
     taken: Any  # recorded behind the last copy into the region
-    capacity: int
+    end: int  # of the tensors; behind it there is room for their rows
+    most: int  # tensors
     used: int = 0
     entries: list[Entry] = field(default_factory=list)
-    views: list[torch.Tensor] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether there is room for such a tensor and one more row."""
-        count = len(self.entries)
-        end = self.used + nbytes + ALIGNMENT + (count + 1) * ROW_BYTES
-        return count < _MOST and end <= self.capacity
+        """Whether there is room for such a tensor."""
+        return self.used + nbytes <= self.end and len(self.entries) < self.most
 
     def keep(self, number: int, tensor: torch.Tensor, nbytes: int, cuda: Cuda) -> None:
         """Take a tensor's values, behind what its stream has been given to do until now."""
-        offset, dtype, shape = self.used, tensor.dtype, tensor.shape
-        view = self.region.room_for(offset, dtype, shape)
-        if nbytes:
-            where = self.region.address + offset
-            if not cuda.copy(where, tensor, nbytes, self.stream.cuda_stream):
-                view.copy_(tensor.detach())
+        if nbytes and not self.keep_quickly(number, tensor, nbytes, cuda):
+            view = self.region.room_for(self.used, tensor.dtype, tensor.shape)
+            view.copy_(tensor.detach())
             self.taken.record(self.stream)
-        self.entries.append(Entry(number, dtype, tuple(shape), offset, nbytes))
-        self.views.append(view)
-        self.used = offset + nbytes + -nbytes % ALIGNMENT
+            self._note(number, tensor, nbytes)
+        elif not nbytes:
+            self._note(number, tensor, nbytes)
+
+    def keep_quickly(self, number: int, tensor: torch.Tensor, nbytes: int, cuda: Cuda) -> bool:
+        """The same by the driver alone, of a contiguous tensor; False where torch must do it."""
+        where = self.region.address + self.used
+        if not cuda.copy(where, tensor, nbytes, self.stream.cuda_stream):
+            return False
+        self.taken.record(self.stream)
+        self._note(number, tensor, nbytes)
+        return True
+
+    def _note(self, number: int, tensor: torch.Tensor, nbytes: int) -> None:
+        self.entries.append(Entry(number, tensor.dtype, tensor.shape, self.used, nbytes))
+        self.used += nbytes + -nbytes % ALIGNMENT
 
 
 class Ferry:
@@ -80,7 +89,8 @@ class Ferry:
         self.loads: dict[Key, Load] = {}
         self.pool = min(arena.limit // 2, _LARGEST_POOL)
         self.chunk = min(_CHUNK, self.pool // 4)
-        self.largest = self.pool - 4096
+        self.most = min(_MOST, self.chunk // 1024)  # so that rows take a sixth of it at most
+        self.largest = self.pool - self._beside()
         self._rows = rows
         self._stages: dict[int, Stage] = {}
         self._lost: list[Buffer] = []
@@ -98,7 +108,11 @@ class Ferry:
 
     def size_for(self, nbytes: int) -> int:
         """How large a region and a buffer must be for a load that begins with such a tensor."""
-        return max(nbytes + ALIGNMENT + ROW_BYTES, self.chunk)
+        return max(nbytes + self._beside(), self.chunk)
+
+    def _beside(self) -> int:
+        """What a load needs beside its tensors: rows, and the gap before them."""
+        return ALIGNMENT + self.most * ROW_BYTES
 
     def pin(self, buffer: Buffer) -> None:
         """Once a buffer; copies into memory that cannot be pinned are right, but waited for."""
@@ -126,8 +140,8 @@ class Ferry:
         if region is None:
             return None
         self._opened = time.monotonic()
-        capacity = min(region.capacity, buffer.capacity)
-        load = Load(stage, region, buffer, stream, self.cuda.event(), capacity)
+        end = min(region.capacity, buffer.capacity) - self._beside()
+        load = Load(stage, region, buffer, stream, self.cuda.event(), end, self.most)
         self.loads[key] = load
         return load
 
@@ -136,6 +150,7 @@ class Ferry:
         load = self.loads[key]
         region, side, end = load.region, load.stage.side, load.used
         parcel = Parcel(buffer=load.buffer, used=end, entries=load.entries, rows_at=-1)
+        parcel.lines = load.lines
         with torch.inference_mode(False), torch.no_grad(), self.cuda.on(side):
             side.wait_event(load.taken)
             if self._rows and self._fill(load):
@@ -166,7 +181,8 @@ class Ferry:
         if not all(self.cuda.sums_up(dtype, device) for dtype in {e.dtype for e in load.entries}):
             return False
         try:
-            fill_many(load.views, load.region.rows(load.used, len(load.entries)))
+            views = [load.region.room_for(e.offset, e.dtype, e.shape) for e in load.entries]
+            fill_many(views, load.region.rows(load.used, len(views)))
         except Exception:  # an odd dtype; if it is the device, the copy fails as well
             return False
         return True

@@ -7,6 +7,7 @@ still on its way may be filled again: the stream then waits for the copy, the ho
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,20 +30,20 @@ class Region:
     memory: torch.Tensor
     copied: Any = None
     streams: dict[int, Any] = field(default_factory=dict)
-    _views: dict[tuple[int, torch.dtype, torch.Size], torch.Tensor] = field(default_factory=dict)
+    _views: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.capacity = self.memory.numel()
         self.address = self.memory.data_ptr()
 
-    def room_for(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    def room_for(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes from `offset` on as a contiguous tensor; kept, for a model comes again."""
         key = (offset, dtype, shape)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= _VIEWS:
                 self._views.clear()
-            start, count = offset // dtype.itemsize, shape.numel()
+            start, count = offset // dtype.itemsize, math.prod(shape)
             with torch.inference_mode(False):  # so that it may be written in any mode later
                 flat = self.memory.view(dtype)
                 view = self._views[key] = flat.narrow(0, start, count).view(shape)

@@ -36,6 +36,7 @@ from .plain import is_plain
 from .plan import calls_without_running
 from .programs.selfcheck import SelfCheck, check_linear
 from .shortcut import Quick, shortcut
+from .shortcut_tensors import tensor_shortcut
 from .sink import Call, Held, Sink, Slot
 from .unseen import unseen
 
@@ -365,6 +366,8 @@ class EagerTap:
             self._stop_if_done(place)
 
         sink = self._sink
+        if sink is not None and self._short_way and sink.has_tensor_shortcut:
+            return Quick(hook, tensor_shortcut(place.slot, sink), self._goes_straight)
         if sink is None or not (self._short_way and sink.has_shortcut):
             return Listener(hook)
         return Quick(hook, shortcut(place.slot, sink), self._goes_straight)

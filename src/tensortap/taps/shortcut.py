@@ -18,7 +18,7 @@ from ..recording.device_table import ROW_BYTES, ROWS, DeviceTable, cuda_in_use
 from .listener import Listener
 from .sink import Sink, Slot
 
-__all__ = ["Quick", "shortcut"]
+__all__ = ["Quick", "questions", "shortcut"]
 
 _Known = tuple[int, DeviceTable, Callable[[int, int], object]]
 
@@ -27,7 +27,7 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor],
     """Takes an output of this layer and says whether that was all there is to do."""
     known: dict[Any, _Known | None] = {}
     plain, order = torch.Tensor, sink.next_order
-    stream_of, capturing, current = _questions()
+    stream_of, capturing, current = questions()
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     device = stream = site = -1
@@ -114,7 +114,7 @@ class Quick(Listener):
         super().__call__(module, args, output)
 
 
-def _questions() -> tuple[Callable[[int], int], Callable[[], bool], Callable[[], int]]:
+def questions() -> tuple[Callable[[int], int], Callable[[], bool], Callable[[], int]]:
     """A device's current stream; whether it is being captured; the current device."""
     if not cuda_in_use():
         return (lambda device: 0), (lambda: False), (lambda: -1)

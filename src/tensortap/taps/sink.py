@@ -138,6 +138,11 @@ class Sink:
         return wanted and cuda_in_use()
 
     @property
+    def has_tensor_shortcut(self) -> bool:
+        """Whether the tensors of plain outputs are all that is wanted, and a GPU may have them."""
+        return self.keep == "tensors" and self.judge is None and cuda_in_use()
+
+    @property
     def ended(self) -> bool:
         """Whether the model has diverged and should run no further."""
         return self.stop and self.judge is not None and self.judge.divergence is not None
