@@ -91,8 +91,7 @@ def _take(builder: HeaderBuilder, segment: Segment, parts: list[tuple[int, Segme
     for name in sorted(ours, key=lambda n: segment.tensors[n][2]):
         code, shape, start, stop = segment.tensors[name]
         parts.append((builder.place(name, code, shape, stop - start), segment, name))
-    base = len(builder.summaries)
-    builder.summaries.extend(segment.summaries())
+    base = builder.summary(segment.summaries())
     if segment.histograms:
         buckets = segment.array(HISTOGRAM_BUCKETS, "<u2")
         counts = segment.array(HISTOGRAM_COUNTS, "<i8")

@@ -26,6 +26,7 @@ PAGE = 4096
 RESERVED = 256 * 1024 - 8
 """Room for the header; with its length in front, the data begins on a page."""
 
+_LARGEST_HEADER = 16 << 20  # of a segment without tensors
 _PIECE = 8 << 20
 _WORTH_BYPASSING = 1 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -44,9 +45,19 @@ class SegmentOutput:
         self._may_bypass = bool(_O_DIRECT)
 
     @property
+    def streamed(self) -> bool:
+        """Whether tensors stand behind the header, whose room is then given."""
+        return self._fd >= 0
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the header would near the end of its room, were there tensors behind it."""
+        return self.builder.estimate > RESERVED * 3 // 4
+
+    @property
     def full(self) -> bool:
         """Whether the header nears the end of its room, so that this segment must be sealed."""
-        return self.builder.estimate > RESERVED * 3 // 4
+        return (self.streamed and self.crowded) or self.builder.estimate > _LARGEST_HEADER
 
     def append(self, start: int, data: memoryview) -> None:
         """Write bytes at an offset of the data part."""

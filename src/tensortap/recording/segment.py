@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = ["ALIGNMENT", "HeaderBuilder", "RawRow", "Segment", "read_segment", "t
 
 ALIGNMENT = 64
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_ROW_TEXT = 80  # bytes that a row takes in a header at most
 _ROW_FIELDS = ("site", "order", "epoch", "batch", "call", "tensor", "summary")
 
 RawRow = tuple[int, int, int, int, int, int, int]
@@ -64,6 +66,7 @@ class HeaderBuilder:
     merged: list[str] = field(default_factory=list)
     size: int = 0
     estimate: int = 1024
+    summarised: int = 0
     _site_index: dict[Site, int] = field(default_factory=dict)
 
     def site(self, site: Site) -> int:
@@ -71,7 +74,14 @@ class HeaderBuilder:
         if index is None:
             index = self._site_index[site] = len(self.sites)
             self.sites.append(site)
-            self.estimate += len(json.dumps(json.dumps(asdict(site)))) + 2
+            self.estimate += _described(site)[1] + 2
+        return index
+
+    def summary(self, rows: np.ndarray[Any, Any]) -> int:
+        """Keep a summary row, or a table of them: the number of the first."""
+        index = self.summarised
+        self.summaries.append(rows)
+        self.summarised += 1 if rows.ndim == 1 else len(rows)
         return index
 
     def place(
@@ -93,7 +103,11 @@ class HeaderBuilder:
 
     def row(self, row: RawRow) -> None:
         self.rows.append(row)
-        self.estimate += 80
+        self.estimate += _ROW_TEXT
+
+    def add_rows(self, rows: list[RawRow]) -> None:
+        self.rows += rows
+        self.estimate += _ROW_TEXT * len(rows)
 
     def sketch(self, row: int, values: np.ndarray[Any, Any]) -> None:
         """Keep a few values of the tensor whose summary stands in this row."""
@@ -108,7 +122,7 @@ class HeaderBuilder:
             "merged": self.merged,
             "summary_columns": [*COLUMNS, *(f"first_{i}" for i in range(FIRST))],
             "row_fields": _ROW_FIELDS,
-            "sites": [asdict(site) for site in self.sites],
+            "sites": [_described(site)[0] for site in self.sites],
             "rows": self.rows,
             "histograms": [[row, len(buckets)] for row, buckets, _ in self.histograms],
         }
@@ -137,6 +151,13 @@ class HeaderBuilder:
             start = self.place(SKETCHES, "F64", values.shape, values.nbytes)
             parts.append((start, values.tobytes()))
         return parts
+
+
+@lru_cache(maxsize=1 << 16)  # every segment names the same sites
+def _described(site: Site) -> tuple[dict[str, Any], int]:
+    """A site as it stands in a header, and how much room it takes there at most."""
+    described = asdict(site)
+    return described, len(json.dumps(json.dumps(described)))
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .arena import Arena
 from .cuda import relax_captures
 from .dtypes import from_bytes, storage_of
 from .output import PAGE, SegmentOutput
-from .parcel import Broken, Entry, Flush, Line, Parcel
+from .parcel import Broken, Entry, Flush, Line, Moment, Parcel
 from .pieces import address_of, bytes_at, pieces
 from .rows import Sparse, fill_row, sparse
 from .schema import Site
@@ -44,6 +44,7 @@ REMEMBERED = 1 << 16
 _WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # for a device's tensors: cores are idle
+_FEW, _MANY = 32, 512  # summary rows that go into a segment at once; few where room is scarce
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
@@ -184,6 +185,11 @@ class Spool:
             parcel.sketches = {at: values.copy() for at, values in parcel.sketches.items()}
         for line in parcel.lines:
             self._add_line(line, parcel)
+        start = 0
+        while start < len(parcel.coming):
+            together = _FEW if self._segment().streamed else _MANY
+            self._add_rows(parcel, start, parcel.coming[start : start + together])
+            start += together
         if self._early:
             self._add_early(parcel)
 
@@ -224,10 +230,12 @@ class Spool:
             return entry
         return entry._replace(row=row, histogram=sparse(histogram))
 
-    def _segment(self) -> SegmentOutput:
-        """The open segment; a full one is sealed first."""
+    def _segment(self, *, streams: bool = False) -> SegmentOutput:
+        """The open segment, where a tensor `streams` into it or rows are added; a full one is
+        sealed first."""
         if self._output is not None and (
-            self._output.builder.size >= self._seal_size or self._output.full
+            self._output.builder.size >= self._seal_size
+            or (self._output.crowded if streams else self._output.full)
         ):
             self._seal()
         if self._output is None:
@@ -243,7 +251,7 @@ class Spool:
         whole = parcel.entries[-1].offset + parcel.entries[-1].nbytes
         run: _Run | None = None
         for entry in parcel.entries:
-            output = self._segment()
+            output = self._segment(streams=True)
             start = self._place(output, entry, PAGE if entry.offset == 0 else ALIGNMENT)
             end = entry.offset + entry.nbytes
             if run is not None and run.output is output and run.continues(start, entry.offset):
@@ -252,7 +260,7 @@ class Spool:
                 self._write(run, memory, whole)
                 run = _Run(output, start, entry.offset, end)
             self._remember(entry, entry.row, entry.histogram)
-            if output.full or output.builder.size >= self._seal_size:
+            if output.crowded or output.builder.size >= self._seal_size:
                 self._write(run, memory, whole)
                 run = None
         self._write(run, memory, whole)
@@ -274,7 +282,7 @@ class Spool:
 
     def _store_direct(self, entry: Entry, tensor: torch.Tensor) -> None:
         """A tensor too large for a buffer is written from where it lies; its owner waits."""
-        output = self._segment()
+        output = self._segment(streams=True)
         start = self._place(output, entry)
         total: Summary | None = None
         row = np.empty(WIDTH)
@@ -340,14 +348,38 @@ class Spool:
         builder = self._segment().builder
         index = -1  # a summary that is forgotten by now is computed by the reader
         if row is not None:
-            index = len(builder.summaries)
-            builder.summaries.append(row)
+            index = builder.summary(row)
             if histogram is not None:
                 builder.histograms.append((index, *histogram))
             if number < 0 and line.summary in parcel.sketches:
                 builder.sketch(index, parcel.sketches[line.summary])
         site = builder.site(self._sites[line.site])
         builder.row((site, *line.moment, number, index))
+
+    def _add_rows(self, parcel: Parcel, start: int, coming: Sequence[tuple[int, Moment]]) -> None:
+        """Many summary rows at once: a model that launches kernels waits while Python works."""
+        assert parcel.table is not None
+        table = parcel.table[start : start + len(coming)]
+        places: Sequence[int] = range(len(coming))
+        if parcel.present_only:
+            places = np.flatnonzero(table[:, 0]).tolist()
+            if len(places) < len(coming):
+                table, coming = table[places], [coming[at] for at in places]
+        if not coming:
+            return
+        builder = self._segment().builder
+        sites = {site: builder.site(self._sites[site]) for site in {site for site, _ in coming}}
+        first = builder.summary(table)
+        builder.add_rows(
+            [
+                (sites[site], *moment, -1, index)
+                for index, (site, moment) in enumerate(coming, start=first)
+            ]
+        )
+        if parcel.sketches:
+            for at, place in enumerate(places):
+                if start + place in parcel.sketches:
+                    builder.sketch(first + at, parcel.sketches[start + place])
 
     def _sync(self) -> None:
         """Wait for the disk itself to have what was sealed since the last time."""

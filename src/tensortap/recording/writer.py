@@ -386,8 +386,7 @@ class Writer:
             return
         if ready is None:
             rows = rows.copy()
-        numbered = [Line(site, moment, -1, i) for i, (site, moment) in enumerate(lines)]
-        parcel = Parcel(lines=numbered, table=rows, ready=ready, present_only=present_only)
+        parcel = Parcel(coming=lines, table=rows, ready=ready, present_only=present_only)
         for index, values in (sketches or {}).items():
             sketch = values.detach().numpy()
             parcel.sketches[index] = sketch.copy() if ready is None else sketch
