@@ -96,3 +96,14 @@ def test_equal_content_has_equal_digests_and_permuted_has_not(data: bytes, seed:
     second = torch.tensor(shuffled, dtype=torch.uint8)
     assert digest(first.clone()) == digest(first)
     assert (digest(first) == digest(second)) == (bytes(shuffled) == data)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_many_digests_are_those_of_each(monkeypatch, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(memory, "core", None)
+    torch.manual_seed(0)
+    xs = [torch.randint(0, 256, (n,), dtype=torch.uint8) for n in (0, 1, 63, 64, 1000, 400_000)]
+    where = [(x.data_ptr(), x.numel()) for x in xs]
+    assert memory.digest_many(where, 2) == [memory.digest(*stretch) for stretch in where]
+    assert memory.digest_many([]) == []

@@ -85,6 +85,17 @@ nb::bytes py_digest(std::uintptr_t src, std::size_t nbytes, int threads) {
       nbytes, [&] { return digest(nullptr, reinterpret_cast<const void*>(src), nbytes, threads); }));
 }
 
+// Of many stretches: an address and a length each in `table`, 16 bytes each in `out`. Many short
+// calls would take and give the GIL as often, and another thread wants it.
+void py_digest_many(std::uintptr_t table, std::size_t n, std::uintptr_t out, int threads) {
+  nb::gil_scoped_release release;
+  const auto* stretch = reinterpret_cast<const std::uint64_t*>(table);
+  auto* found = reinterpret_cast<Digest*>(out);
+  for (std::size_t k = 0; k < n; ++k)
+    found[k] = digest(nullptr, reinterpret_cast<const void*>(stretch[2 * k]), stretch[2 * k + 1],
+                      threads);
+}
+
 nb::bytes py_copy_digest(std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes, int threads) {
   return as_bytes(without_gil(nbytes, [&] {
     return digest(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes,
@@ -220,6 +231,7 @@ NB_MODULE(_core, m) {
         "threads"_a = 0, "isa"_a = -1);
   m.def("copy", &py_copy, "dst"_a, "src"_a, "nbytes"_a, "threads"_a = 0);
   m.def("digest", &py_digest, "src"_a, "nbytes"_a, "threads"_a = 0);
+  m.def("digest_many", &py_digest_many, "table"_a, "n"_a, "out"_a, "threads"_a = 0);
   m.def("copy_digest", &py_copy_digest, "dst"_a, "src"_a, "nbytes"_a, "threads"_a = 0);
   m.def("plain_read", &py_plain_read, "ptr"_a, "nbytes"_a, "threads"_a = 0);
   nb::class_<Percentiles>(m, "Percentiles")

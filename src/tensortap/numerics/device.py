@@ -46,6 +46,7 @@ __all__ = [
     "empty_rows",
     "fill_many",
     "fill_on",
+    "has_kernels",
     "lean",
     "merge_into",
     "merge_rows",
@@ -134,6 +135,12 @@ def scratch_on(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor] 
     where = torch.device(device)
     kernels = _triton() if where.type == "cuda" else None
     return None if kernels is None else kernels.scratch(where)
+
+
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether kernels sum up CUDA tensors of this dtype; those that do are compiled when needed."""
+    kernels = _triton()
+    return kernels is not None and bool(kernels.knows(dtype))
 
 
 def warm(dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from array import array
+from collections.abc import Sequence
 
 from tensortap.numerics.native import core
 
-__all__ = ["copy_digest", "copy_into", "digest"]
+__all__ = ["copy_digest", "copy_into", "digest", "digest_many"]
 
 
 def copy_into(dst_ptr: int, src_ptr: int, nbytes: int, threads: int = 0) -> None:
@@ -30,6 +32,17 @@ def digest(ptr: int, nbytes: int, threads: int = 0) -> bytes:
         return result
     content = (ctypes.c_char * nbytes).from_address(ptr) if nbytes else b""
     return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def digest_many(stretches: Sequence[tuple[int, int]], threads: int = 0) -> list[bytes]:
+    """The digests of many (address, bytes), without the GIL from the first to the last."""
+    if core is None or not stretches:
+        return [digest(ptr, nbytes) for ptr, nbytes in stretches]
+    table = array("Q", (number for stretch in stretches for number in stretch))
+    found = array("Q", bytes(16 * len(stretches)))
+    core.digest_many(table.buffer_info()[0], len(stretches), found.buffer_info()[0], threads)
+    raw = found.tobytes()
+    return [raw[at : at + 16] for at in range(0, len(raw), 16)]
 
 
 def copy_digest(dst_ptr: int, src_ptr: int, nbytes: int, threads: int = 0) -> bytes:

@@ -25,7 +25,7 @@ from tensortap.numerics.triton_formats import FORMATS, Format
 from tensortap.numerics.triton_kernels import GROUP, PARTIAL, STEPS
 from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry
 
-__all__ = ["Scratch", "accumulate", "accumulate_many", "lean", "scratch", "warm"]
+__all__ = ["Scratch", "accumulate", "accumulate_many", "knows", "lean", "scratch", "warm"]
 
 Scratch = tuple[torch.Tensor, torch.Tensor]  # partials, and counters that are 0 between launches
 
@@ -127,6 +127,11 @@ def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
         call, programs, 1, 1, stream, *front, parts.data_ptr(), counters.data_ptr(), size, chunks,
         0, _LANES, form, _packed(index, form), False,
     )  # fmt: skip
+
+
+def knows(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for a dtype, and nothing has shown that they do not work."""
+    return not _BROKEN and dtype.to_real() in FORMATS
 
 
 def warm(dtype: torch.dtype, device: torch.device) -> bool:

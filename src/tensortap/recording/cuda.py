@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..numerics.device import warm
+from ..numerics.device import has_kernels
 
 __all__ = ["Cuda", "relax_captures"]
 
@@ -80,9 +80,9 @@ class Cuda:
             self._within = _driver("cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64)
         return self._within(target, tensor.data_ptr(), nbytes, stream) == 0
 
-    def sums_up(self, dtype: torch.dtype, device: torch.device) -> bool:
+    def sums_up(self, dtype: torch.dtype) -> bool:
         """Whether there are kernels that sum up tensors of this dtype."""
-        return warm(dtype, device)
+        return has_kernels(dtype)
 
     def pin(self, address: int, nbytes: int) -> str | None:
         """Let the device write to host memory by itself; why not, where it cannot."""

@@ -177,8 +177,7 @@ class Ferry:
         It does where there are no kernels: torch's own operations would keep the host for longer
         than the copies.
         """
-        device = load.stage.device
-        if not all(self.cuda.sums_up(dtype, device) for dtype in {e.dtype for e in load.entries}):
+        if not all(self.cuda.sums_up(dtype) for dtype in {e.dtype for e in load.entries}):
             return False
         try:
             views = [load.region.room_for(e.offset, e.dtype, e.shape) for e in load.entries]

@@ -45,6 +45,7 @@ _WITH_HISTOGRAM = 4096  # a histogram takes a few kilobytes
 _DIRECT_PIECE = 16 << 20
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 4))  # for a device's tensors: cores are idle
 _FEW, _MANY = 32, 512  # summary rows that go into a segment at once; few where room is scarce
+_NAP, _PRESSING = 0.1, 0.25  # seconds; the share of the arena in use beyond which there are none
 _PRESSURE = 0.5  # beyond this share of the arena in use, the page cache takes the writes
 
 
@@ -78,6 +79,7 @@ class Spool:
         self._pending = pending
         self._claim = claim
         self._relaxed = False
+        self._hurry = threading.Event()
         self._stands = array("q")  # by number: the number to refer to, -1 where it is not here yet
         self._early: dict[int, list[Line]] = {}
         self._queue: queue.SimpleQueue[Parcel | Flush | Broken | None] = queue.SimpleQueue()
@@ -90,10 +92,13 @@ class Spool:
 
     def put(self, item: Parcel | Flush | Broken | None) -> None:
         self._queue.put(item)
+        from_device = isinstance(item, Parcel) and item.rows_at is not None
+        if not from_device or self._arena.pressure() > _PRESSING:
+            self._hurry.set()
 
     def close(self) -> None:
         """Let the thread finish what it has, seal, and end."""
-        self._queue.put(None)
+        self.put(None)
         self._thread.join()
 
     def _run(self) -> None:
@@ -109,9 +114,21 @@ class Spool:
             self.alive = False
             self._release_waiting()
 
+    def _nap(self, item: Parcel | Flush | Broken | None) -> None:
+        """Leave the model alone while it calls its layers, as long as there is room.
+
+        A thread that wants the GIL makes every call of another one slower, and a model on a GPU
+        is mostly calls: behind them, while it waits for the device, our work costs nothing.
+        """
+        if isinstance(item, Parcel) and item.rows_at is not None:
+            self._hurry.wait(_NAP)
+
     def _step(self) -> bool:
+        if self._queue.empty():
+            self._hurry.clear()
         try:
             item = self._queue.get(timeout=self._patience())
+            self._nap(item)
         except queue.Empty:
             self._take_pending()
         else:
@@ -147,6 +164,7 @@ class Spool:
             relax_captures()
 
     def _take_pending(self) -> None:
+        self._hurry.set()  # it has waited for long enough
         self._relax()
         parcel = self._pending()
         if parcel is not None:
@@ -201,10 +219,9 @@ class Spool:
         if rows_at >= 0:
             there = np.frombuffer(buffer.memory, np.float64, count * WIDTH, rows_at)
             rows[:] = there.reshape(count, WIDTH)
-        keys = [
-            (host_memory.digest(buffer.address + e.offset, e.nbytes, _THREADS), e.nbytes, e.dtype)
-            for e in parcel.entries
-        ]
+        where = [(buffer.address + entry.offset, entry.nbytes) for entry in parcel.entries]
+        digests = host_memory.digest_many(where, _THREADS)
+        keys = [(d, e.nbytes, e.dtype) for d, e in zip(digests, parcel.entries, strict=True)]
         numbers = self._claim(keys, [entry.number for entry in parcel.entries])
         kept: list[Entry] = []
         for entry, number, row in zip(parcel.entries, numbers, rows, strict=True):

@@ -240,6 +240,34 @@ class Writer:
                 return self._take_direct(tensor, nbytes)
         return -1
 
+    def keep_quickly(
+        self,
+        tensor: torch.Tensor,
+        nbytes: int,
+        key: tuple[int, int],
+        site: int,
+        when: tuple[Callable[[], int], int, int, int],
+    ) -> bool:
+        """`take` and `line` at once, for a plain CUDA tensor, not while a graph is captured.
+
+        `key` is its device and stream, `when` the moment but for the order, which is asked for
+        only if the tensor is taken. False, with nothing done, where it must go the long way: no
+        load is open for it, or it is not for the driver to copy.
+        """
+        ferry = self._ferry
+        with self._lock:
+            load = ferry.loads.get(key)
+            if load is None or not load.fits(nbytes) or not self._takes():
+                return False
+            number = self._next_number
+            if not load.keep_quickly(number, tensor, nbytes, ferry.cuda):
+                return False
+            self._next_number = number + 1
+            load.lines.append(Line(site, (when[0](), *when[1:]), number))
+            if not load.fits(nbytes):
+                self._ship(key)
+        return True
+
     def _buffer(self, size: int) -> Buffer | None:
         """Room for a snapshot: this is where the model waits for the disk, and nowhere else."""
         buffer = self._arena.take(size, alive=self._is_alive, wait=False)
