@@ -12,6 +12,7 @@ the tables between the marks of the page.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ def say(text: str) -> None:
 
 
 def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
-    """Everything that the page tells, as far as it is known: first the modes, then the faults too.
+    """Everything that the page tells, as soon as it is known: what is compiled comes last.
 
     The recordings are in `runs`, the numbers in what is yielded.
     """
@@ -129,7 +130,7 @@ def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
     compiled = compile_aside(runs, sets) if gpu else None  # which takes longer than all the rest
     wanted = [m for m in llama.MODES if m != COMPILED and (gpu or m.startswith("cpu"))]
     done = {row.mode: row.seconds for row in record(runs, wanted, sets)}
-    say(f"{time.perf_counter() - began:.0f} s: recorded {done}")
+    say(f"{time.perf_counter() - began:.0f} s: recorded {', '.join(done)}")
     floors = FLOORS if gpu else FLOORS_WITHOUT
     looked = []
     for fault in llama.FAULTS:
@@ -140,24 +141,27 @@ def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
             for mode in modes
             for floor in (floors[mode], None)
         ]
-    say(f"{time.perf_counter() - began:.0f} s: recorded the faults")
-    if compiled is not None and compiled.wait() == 0:
-        done[COMPILED] = time.perf_counter() - began
-    say(f"{time.perf_counter() - began:.0f} s: compiled" if COMPILED in done else "Not compiled.")
-    found = {
-        "machine": machine(runs, done),
-        "size": tap.open(runs / REFERENCE).manifest.target.get("config"),
-        "modes": {mode: round(seconds, 2) for mode, seconds in done.items()},
-        "columns": COLUMNS,
-        "comparisons": [],
-        "faults": [],
-    }
+    say(f"{time.perf_counter() - began:.0f} s: recorded {', '.join(llama.FAULTS)}")
     asked = [question for question in QUESTIONS if set(question.runs) <= set(done)]
-    found["comparisons"] = compared([(runs, question) for question in asked], jobs)
-    yield {**found, "seconds": round(time.perf_counter() - began, 1)}
-    answers = compared([(runs, question) for question in looked], jobs)
-    found["faults"] = [fault_row(item, llama, tiny) for item in answers]
-    yield {**found, "seconds": round(time.perf_counter() - began, 1)}
+    with answering(jobs) as answered:
+        answers = answered([(runs, question) for question in (*asked, *looked)])
+        found = {
+            "machine": machine(runs, done),
+            "seconds": round(time.perf_counter() - began, 1),
+            "size": tap.open(runs / REFERENCE).manifest.target.get("config"),
+            "modes": {mode: round(seconds, 2) for mode, seconds in done.items()},
+            "columns": COLUMNS,
+            "comparisons": answers[: len(asked)],
+            "faults": [fault_row(item, llama, tiny) for item in answers[len(asked) :]],
+        }
+        yield found
+        if compiled is None or compiled.wait() != 0:
+            return
+        asked = [question for question in QUESTIONS if COMPILED in question.runs]
+        answers = answered([(runs, question) for question in asked])
+        found["modes"][COMPILED] = round(time.perf_counter() - began, 2)
+        found["comparisons"] = [*found["comparisons"], *answers]
+        yield {**found, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
@@ -184,12 +188,15 @@ def compile_aside(runs: Path, sets: Sequence[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "tensortap", *words], stdout=subprocess.DEVNULL)
 
 
-def compared(asked: Sequence[tuple[Path, Question]], jobs: int) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def answering(jobs: int) -> Iterator[Callable[[Sequence[Any]], list[dict[str, Any]]]]:
+    """What answers questions: this process, or several at once."""
     if jobs <= 1:
-        return [answer(item) for item in asked]
+        yield lambda asked: [answer(item) for item in asked]
+        return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        return list(pool.map(answer, asked))
+        yield lambda asked: list(pool.map(answer, asked))
 
 
 def answer(asked: tuple[Path, Question]) -> dict[str, Any]:
