@@ -27,7 +27,7 @@ RESERVED = 256 * 1024 - 8
 """Room for the header; with its length in front, the data begins on a page."""
 
 _LARGEST_HEADER = 16 << 20  # of a segment without tensors
-_PIECE = 8 << 20
+_PIECE = 64 << 20
 _WORTH_BYPASSING = 1 << 20
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
