@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +23,26 @@ from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
 from tensortap.numerics.triton_formats import FORMATS, Format
 from tensortap.numerics.triton_kernels import GROUP, PARTIAL, STEPS
-from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry
+from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry, handle_of
 
-__all__ = ["Scratch", "accumulate", "accumulate_many", "knows", "lean", "scratch", "warm"]
+__all__ = [
+    "Bare",
+    "Scratch",
+    "accumulate",
+    "accumulate_many",
+    "bare",
+    "knows",
+    "lean",
+    "scratch",
+    "warm",
+]
 
 Scratch = tuple[torch.Tensor, torch.Tensor]  # partials, and counters that are 0 between launches
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _LANES, _WARPS = 128, 4
 _REGISTERS = 72  # what the loop needs: more would leave fewer programs at a time on a processor
-_PER_SM = 8  # programs
+_PER_SM = 7  # programs: as many as run at a time, so that none is left over
 _MOST = 1 << 13  # programs of a launch for many tensors
 
 
@@ -111,6 +121,44 @@ def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
     stream, while the device is the current one. No argument is looked at. None where the tensor is
     not one to read here, or a graph is being captured.
     """
+    found = _prepared(tensor, stream)
+    if found is None:
+        return None
+    (call, front), programs, arguments, form = found
+    return partial(
+        call, programs, 1, 1, stream, *front, *arguments, 0, _LANES, form,
+        _packed(tensor.get_device(), form), False,
+    )  # fmt: skip
+
+
+def bare(tensor: torch.Tensor, stream: int) -> Bare | None:
+    """The same for the driver itself; None also where Triton does not say how."""
+    found = _prepared(tensor, stream)
+    handle = None if found is None else handle_of(found[0])
+    if found is None or handle is None:
+        return None
+    _, programs, (parts, counters, size, chunks), _ = found
+    values = ((8, parts), (8, counters), (8, size), (4, chunks), (8, 0), (8, 0), (8, 0))
+    return Bare(handle.function, programs, handle.threads, handle.shared, values, x=5, row=6)
+
+
+class Bare(NamedTuple):
+    """A launch of the kernel: its arguments as (bytes, value), and which of them are the addresses
+    of the tensor and of the row."""
+
+    function: int
+    programs: int
+    threads: int
+    shared: int
+    values: tuple[tuple[int, int], ...]
+    x: int
+    row: int
+
+
+def _prepared(
+    tensor: torch.Tensor, stream: int
+) -> tuple[Entry, int, tuple[int, int, int, int], Format] | None:
+    """The kernel that fills a row from such tensors, its programs and first arguments."""
     index = tensor.get_device()
     seen = _readable(tensor) if tensor.is_contiguous() else None
     if seen is None or index < 0 or _BROKEN or _capturing(index) or not tensor.numel():
@@ -122,11 +170,7 @@ def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
     if way is None:
         return None
     programs, chunks = _shares(index, form, size)
-    call, front = way
-    return partial(
-        call, programs, 1, 1, stream, *front, parts.data_ptr(), counters.data_ptr(), size, chunks,
-        0, _LANES, form, _packed(index, form), False,
-    )  # fmt: skip
+    return way, programs, (parts.data_ptr(), counters.data_ptr(), size, chunks), form
 
 
 def knows(dtype: torch.dtype) -> bool:
