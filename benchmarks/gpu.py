@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else scratch
     memory = Path(tempfile.mkdtemp(prefix="tensortap-gpu-", dir=shared))
     only = tuple(name.replace("x", " x ") for name in options.shapes or ())
-    setting = Setting(device, options.tiny, scratch, memory, only)
+    setting = Setting(device, options.tiny, scratch, memory, only, options.pace)
     result: dict[str, Any] = {"where": where(setting), "parts": {}, "seconds": {}}
     try:
         for name in options.only or PARTS:
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     parser.add_argument("--shapes", nargs="+", help="of forwards, such as 1x128; else all three")
+    parser.add_argument("--pace", type=float, default=1.0, help="measure so many times as long")
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to record to")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")

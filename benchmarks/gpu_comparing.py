@@ -13,7 +13,7 @@ from gpu_parts import Row, Setting, Table, measure
 
 __all__ = ["comparing"]
 
-LAYERS, MEGABYTES = 16, 128
+LAYERS, MEGABYTES = 12, 96
 
 
 class Emit(nn.Module):
@@ -50,7 +50,7 @@ def comparing(setting: Setting) -> list[Table]:
     if not setting.cuda:
         del variants["cuda"]
         lost["cuda"] = "it needs a CUDA device"
-    found = measure(variants, seconds=setting.seconds(8), most=5, least=2, lost=lost)
+    found = measure(variants, seconds=setting.seconds(4), most=5, least=2, lost=lost)
     table = Table(
         f"`tensortap compare` of two recordings in memory, {nbytes / 2e9:.1f} GB each in bf16",
         ("of the CPU's time", "speed", "time"),

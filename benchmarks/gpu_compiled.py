@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from gpu_parts import Cell, Measured, Row, Setting, Table, attempt, measure, pro
 
 __all__ = ["compiled"]
 
-LAYERS = 8  # of the same width: 62 take minutes to compile
+LAYERS = 4  # of the same width: 62 take minutes to compile
+ENOUGH = 45.0  # seconds, after which no further column is compiled
 CHOICES = {"62 layers": "blocks", "434 linears": "type:Linear"}
 AIMS = {
     ("62 layers", "1 x 128"): 1.05,
@@ -86,12 +88,16 @@ class Compiled:
 
 
 def _compiled_table(setting: Setting, model: nn.Module, modes: list[str]) -> Table:
-    columns = [
-        (mode, shape) for mode in modes for shape in shapes(setting)[: 1 if setting.tiny else 2]
-    ]
+    wanted = [(mode, shape) for shape in reversed(shapes(setting)[:2]) for mode in modes]
+    columns: list[tuple[str, Shape]] = []
     found: list[Measured] = []
     notes: list[str] = []
-    for number, (mode, shape) in enumerate(columns):
+    start = time.perf_counter()
+    for number, (mode, shape) in enumerate(wanted):
+        if time.perf_counter() - start > ENOUGH * setting.pace:
+            notes.append(f"{mode}, {shape.name}: left out, since compiling takes so long.")
+            continue
+        columns.append((mode, shape))
         measured, said = _compiled_column(setting, model, mode, shape, number)
         progress(f"{mode}, {shape.name}: {measured.first}")
         found.append(measured)
@@ -143,7 +149,8 @@ def _compiled_column(
         variants["again"] = own["plain"].forward(ids)
     found = measure(
         variants,
-        seconds=setting.seconds(3),
+        seconds=setting.seconds(2),
+        most=25,
         warm=4,
         repeat=1 if setting.tiny else 8,
         after={name: one.settle for name, one in own.items()},
@@ -193,7 +200,8 @@ def _graph_table(setting: Setting, model: nn.Module) -> Table:
         found.append(
             measure(
                 variants,
-                seconds=setting.seconds(4),
+                seconds=setting.seconds(3),
+                most=25,
                 repeat=shape.repeat,
                 after={name: one.settle for name, one in own.items()},
                 lost=lost,

@@ -42,8 +42,8 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 128, repeat=4),
-    Shape(1, 2048, repeat=2, budget=4 << 30),
+    Shape(1, 128, repeat=2),
+    Shape(1, 2048, budget=4 << 30),
     Shape(8, 2048, budget=16 << 30),
 )
 TINY_SHAPES = (Shape(2, 8, repeat=2),)

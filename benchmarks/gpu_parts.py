@@ -83,6 +83,7 @@ class Setting:
     disk: Path
     memory: Path
     only: tuple[str, ...] = ()  # shapes such as "1 x 128"; none: all
+    pace: float = 1.0
 
     @property
     def cuda(self) -> bool:
@@ -94,7 +95,7 @@ class Setting:
 
     def seconds(self, value: float) -> float:
         """How long to measure; a tiny run only shows that it runs."""
-        return 0.03 if self.tiny else value
+        return 0.03 if self.tiny else value * self.pace
 
     def wait(self) -> None:
         if self.cuda:

@@ -64,7 +64,8 @@ def summaries(setting: Setting) -> list[Table]:
         }
         quick[shape.name] = measure(
             variants,
-            seconds=setting.seconds(14),
+            seconds=setting.seconds(10),
+            most=25,
             repeat=shape.repeat,
             lost=missing,
             after={name: own.settle for name, own in recorded.items() if name in variants},
@@ -72,7 +73,7 @@ def summaries(setting: Setting) -> list[Table]:
         others = {name: Forward(setting, tree, ids) for name, tree in slow.items()}
         progress(f"{shape.name}: {quick[shape.name].rounds} rounds")
         naives[shape.name] = measure(
-            {"plain": plain, **others}, seconds=setting.seconds(4), warm=1, most=5, least=2
+            {"plain": plain, **others}, seconds=setting.seconds(2.5), warm=1, most=5, least=2
         )
     notes = [SAME, *closed(recorded)]
     for name in recorded:

@@ -36,7 +36,7 @@ def recording(setting: Setting) -> list[Table]:
         ids = tokens(setting, shape)
         plain = Forward(setting, model, ids)
         slow = {"plain": plain, "copying": Forward(setting, copied, ids)}
-        brief = setting.seconds(4)
+        brief = setting.seconds(2)
         found[shape.name, "slow"] = measure(slow, seconds=brief, warm=1, most=5, least=1)
         for place, folder in places.items():
             others = {"again": Forward(setting, model, ids)}
@@ -76,20 +76,21 @@ def _record_to(
         return Measured(lost=lost), Cell(missing=lost["ours"]), []
     forwards = {**others, "ours": own.forward(plain.ids)}
     kept = checked(plain, forwards, lost)
+    more = torch.cuda.max_memory_allocated() - before if setting.cuda else 0
     attempt(own.settle, lost, "ours")
     kept = {name: forward for name, forward in kept.items() if name not in lost}
     large = shape.batch * shape.length >= 1 << 14
     try:
         found = measure(
             {"plain": plain, **kept},
-            seconds=setting.seconds(20 if large else 8),
-            most=4 if large else 11,
+            seconds=setting.seconds(14 if large else 6),
+            most=5 if large else 25,
+            least=2 if large else 3,
             warm=1 if large else 2,
             repeat=shape.repeat,
             after={"ours": own.settle},
             lost=lost,
         )
-        more = 0 if "ours" in found.lost else _peak(kept["ours"]) - before
     finally:
         lost_later: dict[str, str] = {}
         attempt(own.close, lost_later, "ours")
@@ -156,7 +157,7 @@ def _written_table(
     setting: Setting, places: Mapping[str, Path], written: Mapping[tuple[str, str], Cell]
 ) -> Table:
     floors = tuple(_write_speed(setting, folder) for folder in places.values())
-    rows = [Row("floor: `write` of 2 GB and fsync, one thread", floors)]
+    rows = [Row("floor: `write` of 1 GB and fsync, one thread", floors)]
     for shape in shapes(setting):
         cells = tuple(written[shape.name, place] for place in places)
         rows.append(Row(f"**tap.record tensors, {shape.name}**", cells, True))
@@ -168,9 +169,9 @@ def _written_table(
 
 
 def _write_speed(setting: Setting, folder: Path) -> Cell:
-    """A plain write of 2 GB from warm memory, in pieces of 16 MB, and fsync."""
+    """A plain write of 1 GB from warm memory, in pieces of 16 MB, and fsync."""
     piece = torch.randint(0, 256, ((1 << 12) if setting.tiny else (1 << 24),), dtype=torch.uint8)
-    data, count, path = memoryview(piece.numpy()), 4 if setting.tiny else 120, folder / "floor"
+    data, count, path = memoryview(piece.numpy()), 4 if setting.tiny else 60, folder / "floor"
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
@@ -178,6 +179,6 @@ def _write_speed(setting: Setting, folder: Path) -> Cell:
                 file.write(data)
             os.fsync(file.fileno())
 
-    found = measure({"write": write}, seconds=setting.seconds(4), most=3, least=2, warm=1)
+    found = measure({"write": write}, seconds=setting.seconds(2), most=3, least=2, warm=1)
     path.unlink(missing_ok=True)
     return found.speed("write", count * len(data), "GB/s")
