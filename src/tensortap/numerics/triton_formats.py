@@ -44,6 +44,16 @@ class Format:
         """Elements of a lane: 16 bytes, or 8 of small ones, whose sums would take too much room."""
         return min(8, 128 // self.bits)
 
+    @property
+    def highest(self) -> int:
+        """No integer of the kind is above."""
+        return 2**63 - 1 if self.bits == 64 else 2**31 - 1
+
+    @property
+    def lowest(self) -> int:
+        """No integer of the kind is below."""
+        return -self.highest - 1
+
     def __repr__(self) -> str:  # Triton makes it part of the names of its functions
         return self.name
 

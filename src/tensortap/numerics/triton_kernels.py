@@ -48,14 +48,28 @@ def _bits(raw, F: tl.constexpr):
 
 
 @triton.jit
+def _odd(raw, F: tl.constexpr):
+    """What is counted beside zeros: below the smallest normal float, or a saturated integer."""
+    if F.whole:
+        if F.bits < 32:
+            raw = raw.to(tl.int32)
+        odd = (raw == F.most) | (raw == F.least)
+    else:
+        odd = _bits(raw, F) < F.normal
+    return odd
+
+
+@triton.jit
 def _value(raw, F: tl.constexpr):
-    """An element as float32, or as float64 where that is too narrow.
+    """An element as float32, as float64 where that is too narrow, as int32 where that is exact.
 
     Of float8, an exponent and a mantissa are moved to where float32 has them; what is not finite
     there comes out as some number.
     """
     if F.wide:
         value = raw.to(tl.float64)
+    elif F.whole and F.bits == 8:
+        value = raw.to(tl.int32)
     elif F.bits == 16 and F.mantissa == 7:  # the interpreter's own way loses subnormal values
         value = (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif F.whole or F.bits > 8:
@@ -109,17 +123,23 @@ def _chunk(
             small = _halves(ADD_SMALL, small, half, F)
         else:
             value = _value(raw, F)
-            low = tl.minimum(low, value)
-            high = tl.maximum(high, value)
-            zeros += (value == 0).to(tl.int32)
-            if not F.whole:
-                small += (_bits(raw, F) < F.normal).to(tl.int32)
-        if step == 0:  # equal values have themselves as their mean: EACH is a power of two
-            shift = tl.sum(value, 1) * (1.0 / EACH)
-            s = value - shift[:, None]
-            q = s * s
+            limit = raw.to(low.dtype) if F.whole else value
+            low = tl.minimum(low, limit)
+            high = tl.maximum(high, limit)
+            zeros += (limit == 0).to(tl.int32)
+            small += _odd(raw, F).to(tl.int32)
+        if F.whole and F.bits == 8:
+            away = value
+            if step == 0:
+                shift = tl.zeros([LANES], tl.int32)
         else:
+            if step == 0:  # equal values have themselves as their mean: EACH is a power of two
+                shift = tl.sum(value, 1) * (1.0 / EACH)
             away = value - shift[:, None]
+        if step == 0:
+            s = away
+            q = away * away
+        else:
             s += away
             q += away * away
     lane = tl.sum(s, 1).to(tl.float64)
@@ -143,11 +163,11 @@ def _rest(
         away = tl.where(there, value.to(tl.float64) - ref, 0.0)
         total += tl.sum(away, 1)
         square += tl.sum(away * away, 1)
-        low = tl.minimum(low, tl.min(tl.where(there, value, float("inf")), 1))
-        high = tl.maximum(high, tl.max(tl.where(there, value, float("-inf")), 1))
+        real = value.to(low.dtype)
+        low = tl.minimum(low, tl.min(tl.where(there, real, float("inf")), 1))
+        high = tl.maximum(high, tl.max(tl.where(there, real, float("-inf")), 1))
         zeros += tl.sum((there & (value == 0)).to(tl.int32), 1)
-        if not F.whole:
-            small += tl.sum((there & (_bits(raw, F) < F.normal)).to(tl.int32), 1)
+        small += tl.sum((there & _odd(raw, F)).to(tl.int32), 1)
     return total, square, low, high, zeros, small
 
 
@@ -157,15 +177,20 @@ def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.
     EACH: tl.constexpr = F.each
     CHUNK: tl.constexpr = LANES * EACH * _STEPS
     REAL: tl.constexpr = tl.float64 if F.wide else tl.float32
-    LIMIT: tl.constexpr = F.half if PACKED else REAL
+    WHOLE: tl.constexpr = tl.int64 if F.bits == 64 else tl.int32
+    LIMIT: tl.constexpr = F.half if PACKED else (WHOLE if F.whole else REAL)
     COUNT: tl.constexpr = F.half if PACKED else tl.int32
     x += start
     length = stop - start
     ref = _value(tl.load(x, mask=length > 0, other=0), F).to(tl.float64)
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
-    lows = tl.full([LANES, EACH], float("inf"), LIMIT)
-    highs = tl.full([LANES, EACH], float("-inf"), LIMIT)
+    if F.whole:  # beyond any of them, and so of no account
+        lows = tl.full([LANES, EACH], F.highest, LIMIT)
+        highs = tl.full([LANES, EACH], F.lowest, LIMIT)
+    else:
+        lows = tl.full([LANES, EACH], float("inf"), LIMIT)
+        highs = tl.full([LANES, EACH], float("-inf"), LIMIT)
     zeros = tl.zeros([LANES], tl.int32)
     small = tl.zeros([LANES], tl.int32)
     chunks = (length // CHUNK).to(tl.int32)
@@ -194,9 +219,8 @@ def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.
     nans = tl.full([], 0.0, tl.float64)
     ups, downs, full = nans, nans, nans
     if F.whole:
+        full = lesser.to(tl.float64)
         lesser = nothing
-        if (least <= F.least) | (most >= F.most):
-            full = _count_full(x, length, LANES, F)
     else:
         # Neither is true of NaN. Squares below float32's range are lost; above, they are infinite.
         fine = (tl.abs(s) < float("inf")) & (q < float("inf"))
@@ -232,20 +256,6 @@ def _packed(column, n, nans, ups, downs, zeros, small, full, mean, m2, least, mo
     part = tl.where(column == 8, m2, part)
     part = tl.where(column == 9, least, part)
     return tl.where(column == 10, most, part)
-
-
-@triton.jit
-def _count_full(x, length, LANES: tl.constexpr, F: tl.constexpr):
-    """How many integers are the least or the largest of their kind."""
-    EACH: tl.constexpr = F.each
-    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    full = tl.zeros([LANES, EACH], tl.int32)
-    for at in range(0, length, LANES * EACH):
-        raw = tl.load(x + at + cell, mask=at + cell < length, other=0)
-        if F.bits < 32:
-            raw = raw.to(tl.int32)
-        full += ((raw == F.most) | (raw == F.least)).to(tl.int32)
-    return tl.sum(tl.sum(full, 1)).to(tl.float64)
 
 
 @triton.jit
