@@ -3,6 +3,7 @@
 #include "core.hpp"
 #include "difference.hpp"
 #include "percentiles.hpp"
+#include "shortcut.hpp"
 
 #include <cstdlib>
 #include <cstring>
@@ -226,6 +227,7 @@ const PairKernels* pair_kernels_at(int index) {
 NB_MODULE(_core, m) {
   using namespace tensortap;
   using namespace nb::literals;
+  nb::set_leak_warnings(false);  // a process may end with a recording open
   active_kernels();
   m.def("summarize", &py_summarize, "ptr"_a, "n"_a, "dtype"_a, "out_ptr"_a, "histogram_ptr"_a = 0,
         "threads"_a = 0, "isa"_a = -1);
@@ -260,4 +262,5 @@ NB_MODULE(_core, m) {
   m.def("isa", [] { return std::string(active_kernels().name); });
   m.def("isas", &py_isas);
   m.def("openmp", &py_openmp);
+  bind_shortcut(m);
 }

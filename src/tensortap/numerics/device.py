@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "accumulate",
     "accumulate_many",
     "accumulate_on",
+    "bare",
     "empty_rows",
     "fill_many",
     "fill_on",
@@ -141,6 +143,12 @@ def has_kernels(dtype: torch.dtype) -> bool:
     """Whether kernels sum up CUDA tensors of this dtype; those that do are compiled when needed."""
     kernels = _triton()
     return kernels is not None and bool(kernels.knows(dtype))
+
+
+def bare(tensor: torch.Tensor, stream: int) -> Any:
+    """`lean` for a launch by the driver itself: `triton_summary.Bare`, or None."""
+    kernels = _triton() if tensor.is_cuda else None
+    return None if kernels is None else kernels.bare(tensor, stream)
 
 
 def warm(dtype: torch.dtype, device: torch.device | str) -> bool:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-__all__ = ["INTERPRETED", "Entry", "entry"]
+__all__ = ["INTERPRETED", "Entry", "Handle", "entry", "handle_of"]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")
 
@@ -22,6 +22,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false")
 # call(programs, 1, 1, stream, *front, *arguments).
 Entry = tuple[Callable[..., Any], tuple[Any, ...]]
 
+
+class Handle(NamedTuple):
+    """A kernel as the CUDA driver knows it."""
+
+    function: int
+    threads: int  # of a program
+    shared: int  # bytes of shared memory
+
+
+_HANDLES: dict[int, Handle] = {}
 _KNOWN = ("3.5.", "3.6.")  # their C launcher: the function, two flags, two scratches, the hooks
 
 
@@ -34,6 +44,7 @@ def entry(jit: Any, programs: int, stream: int, arguments: list[Any], **options:
     kernel = jit[(programs,)](*arguments, **options)
     if INTERPRETED:
         return (lambda n, _y, _z, _stream, *args: jit[(n,)](*args)), ()
+    _remember(kernel)
     plain = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
     for call, front in _ways(kernel):
         try:
@@ -42,6 +53,19 @@ def entry(jit: Any, programs: int, stream: int, arguments: list[Any], **options:
             continue
         return call, front
     return (lambda n, y, z, stream, *args: kernel[(n, y, z)](*args, stream=stream)), ()
+
+
+def handle_of(way: Entry) -> Handle | None:
+    """What to launch without Triton; None for a kernel that wants more than its arguments."""
+    return _HANDLES.get(way[1][0]) if way[1] else None
+
+
+def _remember(kernel: Any) -> None:
+    about = kernel.metadata
+    wants = ("num_ctas", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
+    if tuple(int(getattr(about, name, 0) or 0) for name in wants) in ((1, 0, 0, 0), (0, 0, 0, 0)):
+        threads, shared = 32 * int(about.num_warps), int(about.shared)
+        _HANDLES[kernel.function] = Handle(kernel.function, threads, shared)
 
 
 def _ways(kernel: Any) -> list[Entry]:

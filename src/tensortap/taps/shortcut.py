@@ -14,13 +14,21 @@ from typing import Any
 import torch
 
 from ..numerics import device as on_device
+from ..numerics.native import core
 from ..recording.device_table import ROW_BYTES, ROWS, DeviceTable, cuda_in_use
 from .listener import Listener
 from .sink import Sink, Slot
 
-__all__ = ["Quick", "questions", "shortcut"]
+__all__ = ["DRIVER", "Quick", "questions", "shortcut"]
 
-_Known = tuple[int, DeviceTable, Callable[[int, int], object]]
+DRIVER = "libcuda.so.1"
+
+_Known = tuple[int, DeviceTable, Callable[[int, int], object], Any]
+
+_compiling = torch.compiler.is_compiling
+_backward = torch._C._current_graph_task_id
+_functions = torch._C._len_torch_function_stack
+_dispatches = torch._C._len_torch_dispatch_stack
 
 
 def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor], bool]:
@@ -33,27 +41,30 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor],
     device = stream = site = -1
     table: Any = None
     launch: Any = None
+    native: Any = None  # the same as `take`, in the core
 
     def learn(output: torch.Tensor, index: int) -> bool:
         """Take up another shape, dtype or stream; False for what goes the long way."""
-        nonlocal shape, dtype, device, stream, site, table, launch
+        nonlocal shape, dtype, device, stream, site, table, launch, native
         now = stream_of(index)
         key = (output.shape, output.dtype, index, now)
         if key not in known:
             bound = on_device.lean(output, now)
-            known[key] = (
-                None
-                if bound is None
-                else (sink.output_site(slot, output, leaf), sink.tables.of(output.device), bound)
-            )
+            if bound is None:
+                known[key] = None
+            else:
+                own, rows = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
+                known[key] = own, rows, bound, _native(output, now, slot, sink, rows, own)
         found = known[key]
         if found is None:
             return False
         shape, dtype, device, stream = key
-        site, table, launch = found
+        site, table, launch, native = found
         return True
 
     def take(output: Any) -> bool:
+        if native is not None and native(output):
+            return True
         if output.__class__ is not plain or not output.is_cuda or not output.is_contiguous():
             return False
         address = output.data_ptr()
@@ -85,6 +96,43 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor],
     return take
 
 
+def _native(
+    output: torch.Tensor, stream: int, slot: Slot, sink: Sink, table: DeviceTable, site: int
+) -> Any:
+    """The core's own way for outputs like this one, or None: see native/shortcut.cpp."""
+    bare = on_device.bare(output, stream) if core is not None else None
+    if core is None or bare is None:
+        return None
+    try:
+        return core.Shortcut(
+            DRIVER,
+            bare.function,
+            bare.programs,
+            bare.threads,
+            bare.shared,
+            stream,
+            list(bare.values),
+            bare.x,
+            bare.row,
+            torch.Tensor,
+            output.shape,
+            output.dtype,
+            output.get_device(),
+            questions()[0],
+            table,
+            table.lock,
+            slot,
+            sink,
+            sink.next_order,
+            site,
+            ROWS,
+            ROW_BYTES,
+            table.address,
+        )
+    except RuntimeError:  # a driver that does not say what a kernel takes
+        return None
+
+
 class Quick(Listener):
     """A forward hook that tries the shortcut first. A user's modes must not see what it asks."""
 
@@ -100,10 +148,10 @@ class Quick(Listener):
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         if not (
-            torch.compiler.is_compiling()
-            or torch._C._current_graph_task_id() != -1
-            or torch._C._len_torch_function_stack()
-            or torch._C._len_torch_dispatch_stack()
+            _compiling()
+            or _backward() != -1
+            or _functions()
+            or _dispatches()
             or not self._straight()
         ):
             try:
