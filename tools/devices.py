@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -194,6 +195,7 @@ def answering(jobs: int) -> Iterator[Callable[[Sequence[Any]], list[dict[str, An
     if jobs <= 1:
         yield lambda asked: [answer(item) for item in asked]
         return
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each of them
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
         yield lambda asked: list(pool.map(answer, asked))
@@ -209,6 +211,7 @@ def answer(asked: tuple[Path, Question]) -> dict[str, Any]:
         truth=None if q.truth is None else runs / q.truth,
     )
     first = found.first_divergence
+    whole = q.floor or q.truth or "/" in q.name  # else the page shows what leaves the blocks
     return {
         "name": q.name,
         "reference": q.reference,
@@ -224,7 +227,11 @@ def answer(asked: tuple[Path, Question]) -> dict[str, Any]:
         "differs": [[item.name, item.reference, item.candidate] for item in found.environment],
         "warnings": [text.replace(f"{runs}/", "") for text in found.warnings],
         "notes": [text.replace(f"{runs}/", "") for text in found.notes],
-        "rows": [[value(row, name) for name in COLUMNS] for row in found.layers],
+        "rows": [
+            [value(row, name) for name in COLUMNS]
+            for row in found.layers
+            if whole or re.fullmatch(r"blocks\.\d+|head|", row.layer)
+        ],
     }
 
 
