@@ -233,7 +233,9 @@ class EagerTap:
     # Running.
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, early_stop: bool) -> Any:
-        calls = self._rehearse(args, kwargs) if early_stop and self._may_stop() else {}
+        to_the_end = any(not slot.name for slot in self.slots)  # the whole model is a layer too
+        stops = early_stop and not to_the_end and self._may_stop()
+        calls = self._rehearse(args, kwargs) if stops else {}
         self._unfinished = dict(calls) if calls else None
         try:
             output = self.model(*args, **kwargs)
