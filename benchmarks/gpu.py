@@ -70,7 +70,6 @@ def where(setting: Setting) -> dict[str, str]:
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "python": platform.python_version(),
         "when": datetime.now(timezone.utc).date().isoformat(),
-        "commit": _said("git", "rev-parse", "--short", "HEAD"),
         "model": model,
     }
 

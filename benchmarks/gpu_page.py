@@ -43,10 +43,9 @@ def merged(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def where_line(result: Mapping[str, Any]) -> str:
     where = result["where"]
-    commit = "" if where["commit"] == "unknown" else f", commit {where['commit']}"
     return (
         f"Measured on one {where['device']} ({where['host']}; torch {where['torch']}, "
-        f"triton {where['triton']}, driver {where['driver']}) on {where['when']}{commit}: "
+        f"triton {where['triton']}, driver {where['driver']}) on {where['when']}: "
         f"{where['model']}. All of it took "
         f"{sum(result['seconds'].values()) / 60:.1f} minutes."
     )

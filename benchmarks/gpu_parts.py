@@ -48,7 +48,7 @@ class Cell:
         if self.value is None:
             return ""
         said = self.number(self.value)
-        if self.unit != "x":
+        if self.unit not in ("x", "TB/s"):  # those stand in the table's title
             said += f" {self.unit}"
         if self.low is not None and self.high is not None:
             said += f" ({self.number(self.low)}–{self.number(self.high)})"
