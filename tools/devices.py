@@ -136,11 +136,10 @@ def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
     looked = []
     for fault in llama.FAULTS:
         modes = [mode for mode in floors if fault != "tf32" or mode.endswith("fp32")]
-        record(runs / "faults" / fault, modes, [*sets, f"fault={fault}"])
         looked += [
-            Question(f"{fault}/{mode}", REFERENCE, f"faults/{fault}/{mode}", floor)
-            for mode in modes
-            for floor in (floors[mode], None)
+            Question(f"{fault}/{row.mode}", REFERENCE, f"faults/{fault}/{row.mode}", floor)
+            for row in record(runs / "faults" / fault, modes, [*sets, f"fault={fault}"])
+            for floor in (floors[row.mode], None)
         ]
     say(f"{time.perf_counter() - began:.0f} s: recorded {', '.join(llama.FAULTS)}")
     asked = [question for question in QUESTIONS if set(question.runs) <= set(done)]
@@ -165,7 +164,8 @@ def measure(runs: Path, tiny: bool, jobs: int) -> Iterator[dict[str, Any]]:
         yield {**found, "seconds": round(time.perf_counter() - began, 1)}
 
 
-def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
+def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> list[Any]:
+    """The modes that could be recorded; of the others, why not."""
     made = tap.record_modes(
         SPEC,
         folder,
@@ -176,9 +176,9 @@ def record(folder: Path, modes: Sequence[str], sets: Sequence[str]) -> Any:
         overwrite=True,
         early_stop=False,
     )
-    if not made:
-        sys.exit(str(made))
-    return made.modes
+    for row in made.failed:
+        say(f"{row.mode}: {row.problem}")
+    return [row for row in made.modes if row not in made.failed]
 
 
 def compile_aside(runs: Path, sets: Sequence[str]) -> subprocess.Popen[bytes]:
