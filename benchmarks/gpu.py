@@ -45,9 +45,9 @@ from gpu_parts import Setting, Table, why
 PARTS = {
     "recording": ("gpu_tensors", "recording"),
     "summaries": ("gpu_summaries", "summaries"),
-    "compiled": ("gpu_compiled", "compiled"),
     "kernels": ("gpu_kernels", "kernels"),
     "difference": ("gpu_kernels", "differences"),
+    "compiled": ("gpu_compiled", "compiled"),
     "watch": ("gpu_training", "watching"),
     "compare": ("gpu_comparing", "comparing"),
 }

@@ -13,6 +13,7 @@ __all__ = ["BEGIN", "END", "as_json", "from_json", "markdown", "merged", "paste"
 
 BEGIN = "<!-- benchmarks/gpu.py begin -->"
 END = "<!-- benchmarks/gpu.py end -->"
+ORDER = ("recording", "summaries", "kernels", "difference", "compiled", "watch", "compare")
 
 
 def as_json(table: Table) -> dict[str, Any]:
@@ -63,7 +64,8 @@ def text(table: Table) -> str:
 def markdown(result: Mapping[str, Any]) -> str:
     """All that stands between the two markers of docs/benchmarks.md."""
     said = [where_line(result), ""]
-    tables = [from_json(data) for part in result["parts"].values() for data in part]
+    parts = sorted(result["parts"].items(), key=lambda part: ORDER.index(part[0]))
+    tables = [from_json(data) for _, part in parts for data in part]
     for table in tables:
         said += [f"### {table.title}", ""]
         said += [*_table(table), ""] if table.rows else []
