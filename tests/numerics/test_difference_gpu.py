@@ -60,10 +60,12 @@ def test_the_device_changes_no_number(dtype: torch.dtype) -> None:
 
 
 @read
-def test_every_pair_of_dtypes(dtype: torch.dtype) -> None:
+def test_pairs_of_dtypes(dtype: torch.dtype) -> None:
+    """With some of the others, since each is a kernel to compile; the interpreter has them all."""
     one = noise(300, dtype, seed=1)
-    for seed, second in enumerate(READ, start=2):
-        check(one, noise(300, second, seed=seed))
+    for further in (1, 4):
+        second = READ[(READ.index(dtype) + further) % len(READ)]
+        check(one, noise(300, second, seed=further))
 
 
 @read

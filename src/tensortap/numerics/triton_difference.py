@@ -22,7 +22,7 @@ from tensortap.numerics import triton_difference_kernels as kernels
 from tensortap.numerics.difference_row import EMPTY, STATE, State, merge_rows, tolerances
 from tensortap.numerics.histogram import Histogram
 from tensortap.numerics.layout import paired_pieces, plain
-from tensortap.numerics.triton_difference_kernels import KINDS, PARTIAL, Kind
+from tensortap.numerics.triton_difference_kernels import FOUND, KINDS, PARTIAL, Kind
 from tensortap.numerics.triton_pairs import as_read, run
 from tensortap.numerics.triton_percentiles import Distances
 from tensortap.numerics.triton_profile import profile_on
@@ -36,7 +36,8 @@ Table = NDArray[np.float64]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
 _MOST = 2048  # spans of a pair
-_PENDING = 256  # rows that wait on the device to be fetched together
+_FINDERS = 512  # that look for the largest difference
+_PENDING = 64  # rows that wait on the device to be fetched together
 _HUGE = 1e30  # tolerances that float32 is not asked about
 
 
@@ -56,12 +57,13 @@ class Shape(NamedTuple):
     warps: int = 4
     unroll: int = 2
     stages: int = 1
-    per_sm: int = 12
-    careful_lanes: int = 512
+    per_sm: int = 15
+    careful_lanes: int = 256
+    careful_each: int = 4
 
 
 SHAPE = Shape()
-INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=4, careful_lanes=64)
+INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=4, careful_lanes=64, careful_each=4)
 
 
 def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
@@ -107,7 +109,7 @@ class TritonDifference:
             if distances is None:
                 return row, None, None
             found = distances.values(int(row.finite), lambda: _ordered(stream))
-            return row, found, distances.histogram()
+            return row, found, distances.histogram(int(row.finite))
 
     def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
         width = reference.shape[-1]
@@ -162,22 +164,26 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     step = shape.lanes * each * shape.unroll
     tiles = -(-size // (step * _most_programs(index, shape)))
     programs = -(-size // (step * tiles))
-    grid = (programs, 1, 1)
-    table = torch.empty((len(PARTIAL), programs), dtype=torch.float64, device=r.device)
+    span = tiles * step
+    lanes, some = shape.careful_lanes, shape.careful_each
+    finders = min(_FINDERS, -(-span // (lanes * some)))
+    share = -(-span // finders)
+    sizes = (len(PARTIAL) * programs, FOUND * finders, len(STATE))
+    room = torch.empty(sum(sizes), dtype=torch.float64, device=r.device)
+    table, found, row = torch.split(room, list(sizes))
     limits = _bits(rtol), _bits(atol)
     careful = left.wide or right.wide or max(rtol, atol) > _HUGE
     if not careful:
         r_words, c_words, words = _in_words(r, c, left, right)
         whole = (r, c, r_words, c_words, table, programs, size, tiles, *limits)
         ways = (shape.lanes, each, shape.unroll, words, left, right, index >= 0, shape.stages)
-        run(kernels.measure, index, grid, whole, ways, shape.warps)
-    span, lanes = tiles * step, shape.careful_lanes
+        run(kernels.measure, index, programs, whole, ways, shape.warps)
     args = (r, c, table, programs, size, span, *limits)
-    run(kernels.repair, index, grid, args, (lanes, left, right, careful))
-    run(kernels.locate, index, grid, args[:6], (lanes, _MOST, left, right))
-    row = torch.empty(len(STATE), dtype=torch.float64, device=r.device)
-    same = one.dtype == two.dtype
-    run(kernels.finish, index, (1, 1, 1), (table, programs, row, size), (same, _MOST))
+    run(kernels.repair, index, programs, args, (lanes, some, left, right, careful))
+    search = (r, c, table, programs, found, size, span, share)
+    run(kernels.locate, index, finders, search, (lanes, some, _MOST, left, right))
+    ends = (table, programs, found, finders, row, size)
+    run(kernels.finish, index, 1, ends, (one.dtype == two.dtype, _MOST, _FINDERS))
     return row
 
 
@@ -210,9 +216,11 @@ def _collected(row: State, pending: list[torch.Tensor]) -> State:
     """All rows in one copy, merged in order."""
     if not pending:
         return row
-    if any(one.device != pending[0].device for one in pending):  # a stream may have several
-        pending[:] = [one.cpu() for one in pending]
-    for part in torch.stack(pending).tolist():
-        row = merge_rows(row, part)
+    if len(pending) == 1:
+        row = merge_rows(row, pending[0].tolist())
+    else:
+        home = pending[0].device  # a stream may have several
+        for part in torch.stack([one.to(home) for one in pending]).tolist():
+            row = merge_rows(row, part)
     pending.clear()
     return row

@@ -7,7 +7,7 @@ no harm. It knows where that will not do: values that are not finite, squares th
 of float32, differences that are all alike, a candidate that is next to nothing beside the
 reference, a pair on the very limit of the tolerances. Such spans are `repair`ed: read again in
 float64. `locate` finds the largest difference, in the spans that may hold it, and `finish` makes
-one row of all. `gather` finds what lies between given bounds, for percentiles.
+one row of all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ __all__ = [
     "PARTIAL",
     "Kind",
     "finish",
-    "gather",
     "locate",
     "measure",
     "repair",
@@ -51,11 +50,8 @@ PARTIAL: tuple[str, ...] = (
     "max_relative",
     "top",  # the largest |d| as float32; -1 without a finite pair
     "care",  # what `repair` is to do: 0 nothing, 1 count mismatches, 2 everything
-    "max_abs",  # as float64, where located; else -1
-    "max_abs_at",
-    "max_abs_reference",
-    "max_abs_candidate",
 )
+FOUND = 4  # columns of what `locate` leaves: the largest |d|, its place, both values
 
 _BIG = tl.constexpr(1e37)
 _FAINT = tl.constexpr(1e-28)  # a mean square from which float32 loses nothing that shows
@@ -70,6 +66,7 @@ class Kind:
     name: str
     bits: int
     wide: bool = False  # float32 does not hold all its values
+    whole: bool = False  # and it has no others, nor have the differences
 
     def __repr__(self) -> str:  # Triton makes it part of the names of its functions
         return self.name
@@ -81,16 +78,16 @@ KINDS = {
     torch.float16: Kind("f16", 16),
     torch.float8_e5m2: Kind("e5m2", 8),
     torch.float8_e4m3fn: Kind("e4m3", 8),
-    torch.int8: Kind("i8", 8),
-    torch.uint8: Kind("u8", 8),
-    torch.bool: Kind("u8", 8),
-    torch.int16: Kind("i16", 16),
+    torch.int8: Kind("i8", 8, whole=True),
+    torch.uint8: Kind("u8", 8, whole=True),
+    torch.bool: Kind("u8", 8, whole=True),
+    torch.int16: Kind("i16", 16, whole=True),
     torch.int32: Kind("i32", 32, wide=True),
 }
 
 
 @triton.jit
-def _narrow(raw, K: tl.constexpr):
+def narrow_value(raw, K: tl.constexpr):
     """The value as float32. 8-bit floats come as bytes."""
     if K.name == "bf16":  # the upper half of a float32
         value = (raw.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -112,7 +109,7 @@ def wide_value(raw, K: tl.constexpr):
     if K.wide:
         value = raw.to(tl.float64)
     else:
-        value = _narrow(raw, K).to(tl.float64)
+        value = narrow_value(raw, K).to(tl.float64)
     return value
 
 
@@ -178,7 +175,7 @@ def _shift(r, start, stop, LANES: tl.constexpr, R: tl.constexpr):
     """A value of the span near the mean of its first ones: of a constant, the constant."""
     lane = tl.arange(0, LANES)
     first = tl.load(r + start)
-    head = _narrow(tl.load(r + start + lane, mask=start + lane < stop, other=first), R)
+    head = narrow_value(tl.load(r + start + lane, mask=start + lane < stop, other=first), R)
     middle = tl.sum(head) / LANES
     away = tl.abs(head - middle)
     return tl.max(tl.where(away == tl.min(away), head, float("-inf")))
@@ -231,7 +228,7 @@ def measure(
                 cw = tl.load(c + at + turn * TILE + cell)
                 if R.name == C.name:
                     unlike |= _bits(rw, R) ^ _bits(cw, C)
-                x, y = _narrow(rw, R), _narrow(cw, C)
+                x, y = narrow_value(rw, R), narrow_value(cw, C)
             t = _terms(x, y, x - shift, rtol, atol, ASM)
             if turn == 0:
                 s0, s1, s2, s3, s4, s5, s6, s7, s8 = (
@@ -268,7 +265,7 @@ def measure(
         cw = tl.load(c + at + one, mask=here, other=0)
         if R.name == C.name:
             differing += tl.sum(tl.sum((_bits(rw, R) != _bits(cw, C)).to(tl.int32), 1))
-        x, y = _narrow(rw, R), _narrow(cw, C)
+        x, y = narrow_value(rw, R), narrow_value(cw, C)
         t = _terms(x, y, tl.where(here, x - shift, 0.0), rtol, atol, ASM)
         a1 += t[0].to(tl.float64)
         a2 += t[1].to(tl.float64)
@@ -321,12 +318,14 @@ def measure(
 
 
 @triton.jit
-def _pair(r, c, at, stop, LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """Both values in float64, whether they are there, and whether both are finite; else zeros."""
-    lane = at + tl.arange(0, LANES)
-    there = lane < stop
-    x = wide_value(tl.load(r + lane, mask=there, other=0), R)
-    y = wide_value(tl.load(c + lane, mask=there, other=0), C)
+def _pair(
+    r, c, at, stop, LANES: tl.constexpr, EACH: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    """Both values in float64, whether they are there, and whether both are finite."""
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    there = cell < tl.minimum(stop - at, LANES * EACH).to(tl.int32)
+    x = wide_value(tl.load(r + at + cell, mask=there, other=0), R)
+    y = wide_value(tl.load(c + at + cell, mask=there, other=0), C)
     finite = there & (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
     return x, y, there, finite
 
@@ -334,7 +333,7 @@ def _pair(r, c, at, stop, LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr)
 @triton.jit(do_not_specialize=["parts", "stride", "size", "span", "rtol_bits", "atol_bits"])
 def repair(
     r, c, parts, stride, size, span, rtol_bits, atol_bits,
-    LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ALL: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """The spans that `measure` was not sure of, or ALL of them, in float64."""
     program = tl.program_id(0)
@@ -349,19 +348,19 @@ def repair(
         care = tl.load(out + 19 * stride)
     if care == 1.0:
         over = tl.zeros([LANES], tl.int32)
-        for at in range(start, stop, LANES):
-            x, y, _, finite = _pair(r, c, at, stop, LANES, R, C)
+        for at in range(start, stop, LANES * EACH):
+            x, y, _, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
             limit = atol + rtol * tl.abs(x)
-            over += (finite & (tl.abs(y - x) > limit)).to(tl.int32)
+            over += tl.sum((finite & (tl.abs(y - x) > limit)).to(tl.int32), 1)
         tl.store(out + 3 * stride, tl.sum(over).to(tl.float64))
     if care == 2.0:
-        _repair(r, c, out, stride, start, stop, rtol, atol, LANES, R, C)
+        _repair(r, c, out, stride, start, stop, rtol, atol, LANES, EACH, R, C)
 
 
 @triton.jit
 def _repair(
     r, c, out, stride, start, stop, rtol, atol,
-    LANES: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Counts and the largest values first, of which the latter are then the shifts."""
     least = float("-inf")
@@ -374,25 +373,25 @@ def _repair(
     d0 = tl.full([LANES], least, tl.float64)
     top = tl.full([LANES], -1.0, tl.float64)
     peak = tl.zeros([LANES], tl.float64)
-    for at in range(start, stop, LANES):
-        lane = at + tl.arange(0, LANES)
-        x, y, there, finite = _pair(r, c, at, stop, LANES, R, C)
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    for at in range(start, stop, LANES * EACH):
+        x, y, there, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
         if R.name == C.name:
-            rw = tl.load(r + lane, mask=there, other=0)
-            cw = tl.load(c + lane, mask=there, other=0)
-            unlike |= _bits(rw, R) ^ _bits(cw, C)
+            rw = tl.load(r + at + cell, mask=there, other=0)
+            cw = tl.load(c + at + cell, mask=there, other=0)
+            unlike += tl.sum((_bits(rw, R) != _bits(cw, C)).to(tl.int32), 1)
         same = (x == y) | ((x != x) & (y != y))
         x, y = tl.where(finite, x, 0.0), tl.where(finite, y, 0.0)
         d = y - x
         away = tl.abs(d)
-        good += finite.to(tl.int32)
-        alike += (there & (finite == 0) & same).to(tl.int32)
-        over += (finite & (away > atol + rtol * tl.abs(x))).to(tl.int32)
-        x0 = tl.maximum(x0, tl.where(finite, x, least))
-        y0 = tl.maximum(y0, tl.where(finite, y, least))
-        d0 = tl.maximum(d0, tl.where(finite, d, least))
-        top = tl.maximum(top, tl.where(finite, away, -1.0))
-        peak = tl.maximum(peak, away / (tl.abs(x) + 1e-8))
+        good += tl.sum(finite.to(tl.int32), 1)
+        alike += tl.sum((there & (finite == 0) & same).to(tl.int32), 1)
+        over += tl.sum((finite & (away > atol + rtol * tl.abs(x))).to(tl.int32), 1)
+        x0 = tl.maximum(x0, tl.max(tl.where(finite, x, least), 1))
+        y0 = tl.maximum(y0, tl.max(tl.where(finite, y, least), 1))
+        d0 = tl.maximum(d0, tl.max(tl.where(finite, d, least), 1))
+        top = tl.maximum(top, tl.max(tl.where(finite, away, -1.0), 1))
+        peak = tl.maximum(peak, tl.max(away / (tl.abs(x) + 1e-8), 1))
     finite_count = tl.sum(good)
     agreeing = tl.sum(alike)
     disagreeing = (stop - start).to(tl.int32) - finite_count - agreeing
@@ -419,25 +418,25 @@ def _repair(
     far = tl.zeros([LANES], tl.float64)
     big = tl.zeros([LANES], tl.float64)
     rel = tl.zeros([LANES], tl.float64)
-    for at in range(start, stop, LANES):
-        x, y, there, finite = _pair(r, c, at, stop, LANES, R, C)
+    for at in range(start, stop, LANES * EACH):
+        x, y, there, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
         x, y = tl.where(finite, x, 0.0), tl.where(finite, y, 0.0)
         d = y - x
         a = tl.where(finite, x - x_shift, 0.0)
         b = tl.where(finite, y - y_shift, 0.0)
         e = tl.where(finite, d - d_shift, 0.0)
-        a1 += a
-        a2 += a * a
-        b1 += b
-        b2 += b * b
-        e1 += e
-        e2 += e * e
-        ab += a * b
-        ae += a * e
-        rc += x * y
-        far += tl.abs(d)
-        big += tl.abs(x)
-        rel += tl.abs(d) / (tl.abs(x) + 1e-8)
+        a1 += tl.sum(a, 1)
+        a2 += tl.sum(a * a, 1)
+        b1 += tl.sum(b, 1)
+        b2 += tl.sum(b * b, 1)
+        e1 += tl.sum(e, 1)
+        e2 += tl.sum(e * e, 1)
+        ab += tl.sum(a * b, 1)
+        ae += tl.sum(a * e, 1)
+        rc += tl.sum(x * y, 1)
+        far += tl.sum(tl.abs(d), 1)
+        big += tl.sum(tl.abs(x), 1)
+        rel += tl.sum(tl.abs(d) / (tl.abs(x) + 1e-8), 1)
     n = tl.maximum(finite_count.to(tl.float64), 1.0)
     s_a, s_b, s_e = tl.sum(a1), tl.sum(b1), tl.sum(e1)
     tl.store(out + 5 * stride, x_shift + s_a / n)
@@ -455,41 +454,51 @@ def _repair(
     tl.store(out + 19 * stride, 2.0)
 
 
-@triton.jit(do_not_specialize=["parts", "stride", "size", "span"])
+@triton.jit(do_not_specialize=["parts", "stride", "found", "size", "span", "share"])
 def locate(
-    r, c, parts, stride, size, span,
-    LANES: tl.constexpr, PROGRAMS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    r, c, parts, stride, found, size, span, share,
+    LANES: tl.constexpr, EACH: tl.constexpr, PROGRAMS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The largest |d| of the spans that hold the largest float32 of it, and the first place."""
+    """The largest |d| and its first place, from the spans that hold the largest float32 of it.
+
+    Each program takes its share of each of these spans. Where float32 says all, one is enough.
+    """
     program = tl.program_id(0)
     each = tl.arange(0, PROGRAMS)
+    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     tops = tl.load(parts + 18 * stride + each, mask=each < stride, other=-1.0)
     most = tl.max(tops)
-    mine = tl.load(parts + 18 * stride + program)
-    first = tl.min(tl.where(tops == most, each, PROGRAMS))
-    out = parts + program + 20 * stride
-    tl.store(out, -1.0)
-    tl.store(out + stride, -1.0)
-    # Where all are equal to the last bit, the first place is in the first span.
-    if (mine == most) & (most >= 0) & ((most > 0) | (program == first)):
-        start = program.to(tl.int64) * span
-        stop = tl.minimum(start + span, size)
-        best = tl.full([LANES], -1.0, tl.float64)
+    held = (tops == most) & (tops >= 0)
+    one = tl.min(tl.where(held, each, PROGRAMS))
+    best = tl.full([], -1.0, tl.float64)
+    where = tl.full([], _NOWHERE, tl.int64)
+    while one < PROGRAMS:
+        start = one.to(tl.int64) * span + program * share
+        stop = tl.minimum(tl.minimum(start + share, (one.to(tl.int64) + 1) * span), size)
+        top = tl.full([LANES], -1.0, tl.float64)
         place = tl.full([LANES], _NOWHERE, tl.int64)
-        for at in range(start, stop, LANES):
-            x, y, _, finite = _pair(r, c, at, stop, LANES, R, C)
-            away = tl.where(
-                finite, tl.abs(tl.where(finite, y, 0.0) - tl.where(finite, x, 0.0)), -1.0
-            )
-            more = away > best
-            best = tl.where(more, away, best)
-            place = tl.where(more, at + tl.arange(0, LANES), place)
-        largest = tl.max(best)
-        where = tl.min(tl.where(best == largest, place, _NOWHERE))
-        tl.store(out, largest)
-        tl.store(out + stride, where.to(tl.float64))
-        tl.store(out + 2 * stride, wide_value(tl.load(r + where), R))
-        tl.store(out + 3 * stride, wide_value(tl.load(c + where), C))
+        for at in range(start, stop, LANES * EACH):
+            x, y, _, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
+            away = tl.abs(tl.where(finite, y, 0.0) - tl.where(finite, x, 0.0))
+            away = tl.where(finite, away, -1.0)
+            here = tl.max(away, 1)
+            first = tl.min(tl.where(away == here[:, None], cell.to(tl.int64) + at, _NOWHERE), 1)
+            place = tl.where(here > top, first, place)
+            top = tl.maximum(top, here)
+        largest = tl.max(top)
+        first = tl.min(tl.where(top == largest, place, _NOWHERE))
+        where = tl.where(largest > best, first, where)
+        best = tl.maximum(best, largest)
+        one = tl.min(tl.where(held & (each > one) & (tops > 0), each, PROGRAMS))
+        if R.whole and C.whole:
+            one = tl.maximum(one, PROGRAMS)
+    out = found + program * 4
+    tl.store(out, best)
+    if best >= 0:
+        tl.store(out + 1, where.to(tl.float64))
+        tl.store(out + 2, wide_value(tl.load(r + where), R))
+        tl.store(out + 3, wide_value(tl.load(c + where), C))
 
 
 @triton.jit
@@ -522,8 +531,11 @@ def _ratio(dot, one, two):
     return tl.where(known, dot / tl.where(known, one, 1.0) / tl.where(known, two, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["parts", "stride", "row", "size"])
-def finish(parts, stride, row, size, SAME: tl.constexpr, PROGRAMS: tl.constexpr):
+@triton.jit(do_not_specialize=["parts", "stride", "found", "finders", "row", "size"])
+def finish(
+    parts, stride, found, finders, row, size,
+    SAME: tl.constexpr, PROGRAMS: tl.constexpr, FINDERS: tl.constexpr,
+):  # fmt: skip
     """The row (`difference_row.STATE`) of all spans.
 
     Sums of squares are joined about the mean of one of the spans, from which the others' are off by
@@ -551,9 +563,14 @@ def finish(parts, stride, row, size, SAME: tl.constexpr, PROGRAMS: tl.constexpr)
     r_l2 = tl.sqrt(r_m2 + finite * r_mean * r_mean)
     d_l2 = tl.sqrt(d_m2 + finite * d_mean * d_mean)
     c_l2 = tl.sqrt(c_m2 + finite * c_mean * c_mean)
-    found = tl.load(parts + 20 * stride + each, mask=n > 0, other=-1.0)
-    most = tl.max(found)
-    place = tl.minimum(tl.min(tl.where(found == most, each, PROGRAMS)), stride - 1)
+    finder = tl.arange(0, FINDERS)
+    tops = tl.load(found + finder * 4, mask=finder < finders, other=-1.0)
+    most = tl.max(tops)
+    mine = (tops == most) & (tops >= 0)
+    places = tl.load(found + finder * 4 + 1, mask=mine, other=float("inf"))
+    at = tl.min(places)
+    best = tl.min(tl.where(mine & (places == at), finder, FINDERS - 1))
+    best = found + tl.minimum(best, finders - 1) * 4
     relative = tl.max(tl.load(parts + 17 * stride + each, mask=n > 0, other=0.0))
     known, nothing = finite > 0, float("nan")
     tl.store(row, size.to(tl.float64))
@@ -571,9 +588,9 @@ def finish(parts, stride, row, size, SAME: tl.constexpr, PROGRAMS: tl.constexpr)
     tl.store(row + 8, tl.where(known, far / whole, nothing))
     tl.store(row + 9, tl.where(known, d_l2, 0.0))
     tl.store(row + 10, tl.where(known, most, nothing))
-    tl.store(row + 11, tl.where(known, tl.load(parts + 21 * stride + place), -1.0))
-    tl.store(row + 12, tl.where(known, tl.load(parts + 22 * stride + place), nothing))
-    tl.store(row + 13, tl.where(known, tl.load(parts + 23 * stride + place), nothing))
+    tl.store(row + 11, tl.where(known, at, -1.0))
+    tl.store(row + 12, tl.where(known, tl.load(best + 2), nothing))
+    tl.store(row + 13, tl.where(known, tl.load(best + 3), nothing))
     tl.store(row + 14, tl.where(known, r_mean, nothing))
     tl.store(row + 15, tl.where(known, tl.sqrt(r_m2 / whole), nothing))
     tl.store(row + 16, tl.where(known, r_l2, 0.0))
@@ -590,117 +607,3 @@ def finish(parts, stride, row, size, SAME: tl.constexpr, PROGRAMS: tl.constexpr)
     dot = _summed(parts, stride, 13, n, PROGRAMS)
     tl.store(row + 25, tl.where(known, _ratio(dot, r_l2, c_l2), 0.0))
     tl.store(row + 26, tl.where(known, _ratio(rc, tl.sqrt(r_m2), tl.sqrt(c_m2)), 0.0))
-
-
-@triton.jit
-def _above(away, bound):
-    """How many of each lane's distances are no less than the bound."""
-    return tl.sum((away >= bound).to(tl.int32), 1)
-
-
-@triton.jit(do_not_specialize=["bounds", "counts", "kept", "room", "size", "tiles"])
-def gather(
-    r, c, bounds, counts, kept, room, size, tiles,
-    LANES: tl.constexpr, EACH: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Count |d| against sixteen bounds that ascend, four to a bracket, and keep the brackets.
-
-    A bracket's bounds are a number, the next one, another number and its next one: what lies
-    between the second and the third is kept in float64, in any order. `counts` has a place for
-    each bound, one for how many were kept, and one for those on a number that float32 rounded.
-    """
-    TILE: tl.constexpr = LANES * EACH
-    program = tl.program_id(0)
-    start = program.to(tl.int64) * tiles * TILE
-    stop = tl.minimum(start + tiles.to(tl.int64) * TILE, size)
-    cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    b0, b1, b2, b3 = tl.load(bounds), tl.load(bounds + 1), tl.load(bounds + 2), tl.load(bounds + 3)
-    b4, b5, b6, b7 = (
-        tl.load(bounds + 4), tl.load(bounds + 5), tl.load(bounds + 6), tl.load(bounds + 7)
-    )  # fmt: skip
-    b8, b9, b10, b11 = (
-        tl.load(bounds + 8), tl.load(bounds + 9), tl.load(bounds + 10), tl.load(bounds + 11)
-    )  # fmt: skip
-    b12, b13, b14, b15 = (
-        tl.load(bounds + 12), tl.load(bounds + 13), tl.load(bounds + 14), tl.load(bounds + 15)
-    )  # fmt: skip
-    n0 = tl.zeros([LANES], tl.int32)
-    n1 = tl.zeros([LANES], tl.int32)
-    n2 = tl.zeros([LANES], tl.int32)
-    n3 = tl.zeros([LANES], tl.int32)
-    n4 = tl.zeros([LANES], tl.int32)
-    n5 = tl.zeros([LANES], tl.int32)
-    n6 = tl.zeros([LANES], tl.int32)
-    n7 = tl.zeros([LANES], tl.int32)
-    n8 = tl.zeros([LANES], tl.int32)
-    n9 = tl.zeros([LANES], tl.int32)
-    n10 = tl.zeros([LANES], tl.int32)
-    n11 = tl.zeros([LANES], tl.int32)
-    n12 = tl.zeros([LANES], tl.int32)
-    n13 = tl.zeros([LANES], tl.int32)
-    n14 = tl.zeros([LANES], tl.int32)
-    n15 = tl.zeros([LANES], tl.int32)
-    rounded = tl.zeros([LANES], tl.int32)
-    for at in range(start, stop, TILE):
-        left = tl.minimum(stop - at, TILE).to(tl.int32)
-        here = cell < left
-        if left == TILE:  # without a mask, several at once
-            x, y = tl.load(r + at + cell), tl.load(c + at + cell)
-        else:
-            x = tl.load(r + at + cell, mask=here, other=0)
-            y = tl.load(c + at + cell, mask=here, other=0)
-        if R.wide or C.wide:
-            x, y = wide_value(x, R), wide_value(y, C)
-            away = tl.abs(y - x).to(tl.float32)
-        else:
-            x, y = _narrow(x, R), _narrow(y, C)
-            away = tl.abs(y - x)
-        finite = here & (tl.abs(x) < float("inf")) & (tl.abs(y) < float("inf"))
-        away = tl.where(finite, tl.minimum(away, 3.4028234663852886e38), -1.0)
-        n0 += _above(away, b0)
-        n1 += _above(away, b1)
-        n2 += _above(away, b2)
-        n3 += _above(away, b3)
-        n4 += _above(away, b4)
-        n5 += _above(away, b5)
-        n6 += _above(away, b6)
-        n7 += _above(away, b7)
-        n8 += _above(away, b8)
-        n9 += _above(away, b9)
-        n10 += _above(away, b10)
-        n11 += _above(away, b11)
-        n12 += _above(away, b12)
-        n13 += _above(away, b13)
-        n14 += _above(away, b14)
-        n15 += _above(away, b15)
-        inside = ((away >= b1) & (away < b2)) | ((away >= b5) & (away < b6))
-        inside = inside | ((away >= b9) & (away < b10)) | ((away >= b13) & (away < b14))
-        ends = (away == b0) | (away == b2) | (away == b4) | (away == b6)
-        ends = ends | (away == b8) | (away == b10) | (away == b12) | (away == b14)
-        many = tl.sum(inside.to(tl.int32), 1)
-        total = tl.sum(many + tl.sum(ends.to(tl.int32), 1) * 65536)
-        if total > 0:
-            exact = tl.abs(y.to(tl.float64) - x.to(tl.float64))
-            rounded += tl.sum((ends & (exact != away.to(tl.float64))).to(tl.int32), 1)
-            found = total & 65535
-            base = tl.atomic_add(counts + 16, found.to(tl.int64))
-            before = tl.cumsum(inside.to(tl.int32), 1) - 1
-            place = base + (tl.cumsum(many, 0) - many)[:, None] + before
-            tl.store(kept + place, exact, mask=inside & (place < room))
-    tl.atomic_add(counts, tl.sum(n0).to(tl.int64))
-    tl.atomic_add(counts + 1, tl.sum(n1).to(tl.int64))
-    tl.atomic_add(counts + 2, tl.sum(n2).to(tl.int64))
-    tl.atomic_add(counts + 3, tl.sum(n3).to(tl.int64))
-    tl.atomic_add(counts + 4, tl.sum(n4).to(tl.int64))
-    tl.atomic_add(counts + 5, tl.sum(n5).to(tl.int64))
-    tl.atomic_add(counts + 6, tl.sum(n6).to(tl.int64))
-    tl.atomic_add(counts + 7, tl.sum(n7).to(tl.int64))
-    tl.atomic_add(counts + 8, tl.sum(n8).to(tl.int64))
-    tl.atomic_add(counts + 9, tl.sum(n9).to(tl.int64))
-    tl.atomic_add(counts + 10, tl.sum(n10).to(tl.int64))
-    tl.atomic_add(counts + 11, tl.sum(n11).to(tl.int64))
-    tl.atomic_add(counts + 12, tl.sum(n12).to(tl.int64))
-    tl.atomic_add(counts + 13, tl.sum(n13).to(tl.int64))
-    tl.atomic_add(counts + 14, tl.sum(n14).to(tl.int64))
-    tl.atomic_add(counts + 15, tl.sum(n15).to(tl.int64))
-    tl.atomic_add(counts + 17, tl.sum(rounded).to(tl.int64))

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from tensortap.numerics.triton_launch import Entry, entry
+
 __all__ = ["as_read", "run"]
 
-_KERNELS: dict[Any, Any] = {}
+_WAYS: dict[Any, Entry] = {}
 
 
 def as_read(flat: torch.Tensor) -> torch.Tensor:
@@ -22,20 +24,24 @@ def as_read(flat: torch.Tensor) -> torch.Tensor:
 def run(
     jit: Any,
     index: int,
-    grid: tuple[int, int, int],
+    programs: int,
     args: Sequence[Any],
     ways: Sequence[Any],
     warps: int = 8,
 ) -> None:
-    """Launch a kernel on the current stream, by address where it ran before: Triton's own front
-    door costs the host several times as much. `ways` are what it is compiled for; device -1 is
-    Triton's interpreter.
+    """Launch a kernel on the current stream; it must bear to be run twice, as it is at first.
+
+    `ways` are what it is compiled for; device -1 is Triton's interpreter.
     """
     seen = [arg >= 1 << 31 if type(arg) is int else not arg.data_ptr() % 16 for arg in args]
     key = (jit, index, warps, *ways, *seen)
-    kernel = _KERNELS.get(key)
-    if kernel is None:
-        _KERNELS[key] = jit[grid](*args, *ways, num_warps=warps)
+    way = _WAYS.get(key)
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    if way is None:
+        _WAYS[key] = entry(jit, programs, stream, [*args, *ways], num_warps=warps)
         return
-    plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
-    kernel[grid](*plain, *ways, stream=torch._C._cuda_getCurrentRawStream(index))
+    call, front = way
+    plain = args
+    if index >= 0:
+        plain = [arg if type(arg) is int else arg.data_ptr() for arg in args]
+    call(programs, 1, 1, stream, *front, *plain, *ways)

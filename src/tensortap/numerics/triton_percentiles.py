@@ -1,7 +1,8 @@
-"""Exact percentiles of |d| on a device, in bounded memory.
+"""Exact percentiles of |d| on a device, in bounded memory. The kernels:
+triton_percentiles_kernels.py.
 
 Up to two million distances are kept as they are. Of more, an even sample lays a bracket around each
-percentile; a pass over everything counts what lies below the brackets and keeps what lies in them,
+percentile; a pass over everything counts what lies below the brackets, and finds what lies in them,
 about one value in a hundred, to be sorted. A bracket's ends are counted on their own, so that a
 value that half of the pairs share needs no room. Should a bracket miss, all is ordered by its bits.
 
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tensortap.numerics import triton_difference_kernels as kernels
+from tensortap.numerics import triton_percentiles_kernels as kernels
 from tensortap.numerics.histogram import BUCKETS, Histogram
 from tensortap.numerics.ordering import Ordering
 from tensortap.numerics.percentiles import PERCENTS, ranks
@@ -33,9 +35,22 @@ STRIDE = 512  # at most: one of so many is sampled
 _SAMPLES = 1 << 23  # that are held; beyond, every other is dropped
 _SIGMAS = 5.0
 _CHUNK = 1 << 22
-_LANES, _WARPS, _SPANS = 256, 8, 2048
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _TOP = 0x7F7FFFFF  # its bits
+_BOUNDS = 4 * len(PERCENTS)
+_GROUP = 8  # pairs that are looked at again together
+
+
+class Shape(NamedTuple):
+    """How the kernels are cut."""
+
+    lanes: int = 256
+    tile: int = 2048
+    spans: int = 2112
+
+
+SHAPE = Shape()
+INTERPRETED = Shape(lanes=16, tile=64, spans=4)
 
 
 class Distances:
@@ -44,7 +59,9 @@ class Distances:
     def __init__(self) -> None:
         self._samples: list[torch.Tensor] = []
         self._weights: list[int] = []
-        self._sorted: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._sorted: torch.Tensor | None = None
+        self._below: torch.Tensor | None = None  # what all before each in order stand for
+        self._squares = 0.0  # of the weights
 
     def sample(self, one: torch.Tensor, two: torch.Tensor) -> None:
         """Take some or all of a pair, flat and contiguous; what is not finite is taken as Inf."""
@@ -67,54 +84,64 @@ class Distances:
         wanted = ranks(finite)
         if not wanted:
             return []
-        values, weights = self._in_order()
-        if all(w == 1 for w in self._weights):
-            found: list[float] = values[torch.tensor(wanted, device=values.device)].tolist()
+        values = self._in_order()
+        if self._exact:
+            found: list[float] = torch.stack([values[rank] for rank in wanted]).tolist()
             return found
+        assert self._below is not None
         margins = self._margins()
-        bounds = _bounds(values, weights, margins)
+        bounds = _bounds(values, self._below, margins)
         room = 3 * int(sum(2 * margin for margin in margins)) + (1 << 16)
-        kept = torch.empty(room, dtype=torch.float64, device=values.device)
-        counts = torch.zeros(18, dtype=torch.int64, device=values.device)
-        for pair in again():
-            one, two = (side.to(kept.device) for side in pair)  # a stream may have several
-            _gather(one, two, bounds, counts, kept)
-        values_at = _resolved(wanted, finite, bounds, counts, kept)
+        inside = _Inside(bounds, room)
+        for one, two in again():
+            inside.add(one, two)
+        values_at = inside.values_at(wanted, again)
         return _by_bits(wanted, again) if values_at is None else values_at
 
-    def histogram(self) -> Histogram:
+    def histogram(self, finite: int) -> Histogram:
         """That of the sample, with the weight of what it stands for."""
-        values, weights = self._in_order()
+        values = self._in_order()
         counts = np.zeros(BUCKETS, dtype=np.int64)
         keys = values.clamp(max=_FLOAT32_MAX).to(torch.float32).view(torch.int32) >> 19
-        finite = (values < math.inf).sum()
         edges = torch.arange(BUCKETS // 2 + 1, dtype=torch.int32, device=values.device)
-        places = torch.minimum(torch.searchsorted(keys, edges), finite)
-        cumulative = torch.cat((weights.new_zeros(1), weights.cumsum(0)))[places]
-        counts[: BUCKETS // 2] = cumulative.diff().cpu().numpy()
+        places = torch.searchsorted(keys, edges)
+        if self._below is not None:
+            places = self._below[places]
+        found: NDArray[np.int64] = places.cpu().numpy()
+        counts[: BUCKETS // 2] = np.diff(
+            found if self._below is not None else found.clip(max=finite)
+        )
         return Histogram(counts)
 
-    def _in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def _exact(self) -> bool:
+        return all(weight == 1 for weight in self._weights)
+
+    def _in_order(self) -> torch.Tensor:
+        """The sample, sorted."""
         if self._sorted is None:
-            device = self._samples[0].device if self._samples else None
-            samples = [s.to(device) for s in self._samples]
-            samples = samples or [torch.empty(0, dtype=torch.float64)]
-            each = [
-                torch.full_like(s, w, dtype=torch.int64)
-                for s, w in zip(samples, self._weights, strict=False)
-            ] or [torch.empty(0, dtype=torch.int64)]
-            values, order = torch.cat(samples).sort()
-            self._sorted = values, torch.cat(each)[order]
-            self._samples = [values]
+            home = self._samples[0].device if self._samples else None
+            samples = [s.to(home) for s in self._samples] or [torch.empty(0, dtype=torch.float64)]
+            self._sorted, order = torch.cat(samples).sort()
+            if not self._exact:
+                each = torch.cat(
+                    [
+                        torch.full_like(s, weight, dtype=torch.int64)
+                        for s, weight in zip(samples, self._weights, strict=True)
+                    ]
+                )
+                each = torch.where(self._sorted < math.inf, each[order], 0)
+                self._below = torch.cat((each.new_zeros(1), each.cumsum(0)))
+                squares = [w * w * s.numel() for s, w in zip(samples, self._weights, strict=True)]
+                self._squares = float(sum(squares))
+            self._samples.clear()
         return self._sorted
 
     def _margins(self) -> list[float]:
         """By percentile, how far the sample may be off, in elements."""
-        assert self._sorted is not None
-        squares = float(self._sorted[1].square().sum())
         rest = 8.0 * max(self._weights)
         shares = [percent / 100 for percent in PERCENTS]
-        return [_SIGMAS * math.sqrt(p * (1 - p) * squares) + rest for p in shares]
+        return [_SIGMAS * math.sqrt(p * (1 - p) * self._squares) + rest for p in shares]
 
 
 def _taken(flat: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
@@ -124,18 +151,37 @@ def _taken(flat: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
 
 
 def _distances(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    r, c = one.to(torch.float64), two.to(torch.float64)
-    finite = torch.isfinite(r) & torch.isfinite(c)
-    return torch.where(finite, (c - r).abs(), math.inf)
+    """All, in float64; infinite where a pair is not finite."""
+    index = _entered(one)
+    if index is None:
+        with torch.cuda.device(one.device):
+            return _distances(one, two)
+    tile = _shape(index).tile
+    out = torch.empty(one.numel(), dtype=torch.float64, device=one.device)
+    if one.numel():
+        ways = (tile, KINDS[one.dtype], KINDS[two.dtype])
+        args = (as_read(one), as_read(two), out, one.numel())
+        run(kernels.distance, index, -(-one.numel() // tile), args, ways)
+    return out
 
 
-def _bounds(values: torch.Tensor, weights: torch.Tensor, margins: Sequence[float]) -> torch.Tensor:
+def _entered(tensor: torch.Tensor) -> int | None:
+    """The number of the current device, -1 for the interpreter; None if it is not the tensor's."""
+    index = tensor.get_device()
+    return index if index < 0 or index == torch.cuda.current_device() else None
+
+
+def _shape(index: int) -> Shape:
+    return SHAPE if index >= 0 else INTERPRETED
+
+
+def _bounds(values: torch.Tensor, below: torch.Tensor, margins: Sequence[float]) -> torch.Tensor:
     """Sixteen float32 that ascend: each bracket's lower end, the next number, its upper end, the
     next number. All on the device: nobody waits.
     """
     device = values.device
     finite = values < math.inf
-    cumulative = torch.where(finite, weights, 0).cumsum(0).to(torch.float64)
+    cumulative = below[1:].to(torch.float64)
     share = torch.tensor(PERCENTS, dtype=torch.float64, device=device) / 100
     margin = torch.tensor(margins, dtype=torch.float64, device=device)
     middle = cumulative[-1] * share
@@ -149,62 +195,93 @@ def _bounds(values: torch.Tensor, weights: torch.Tensor, margins: Sequence[float
     # Ends that meet are moved apart; then nothing lies between them.
     steps = torch.tensor([0, 1, 1, 2] * len(margins), device=device, dtype=bounds.dtype)
     steps = steps + 3 * torch.arange(len(margins), device=device).repeat_interleave(4)
-    bounds = ((bounds - steps).cummax(0).values + steps).clamp(max=_TOP + 1)
+    bounds = ((bounds - steps).cummax(0).values + steps).clamp(max=_TOP)
     return bounds.to(torch.int32).view(torch.float32)
 
 
-def _gather(
-    one: torch.Tensor,
-    two: torch.Tensor,
-    bounds: torch.Tensor,
-    counts: torch.Tensor,
-    kept: torch.Tensor,
-) -> None:
-    index = one.get_device()
-    if index >= 0 and index != torch.cuda.current_device():
-        with torch.cuda.device(index):
-            return _gather(one, two, bounds, counts, kept)
-    left, right = KINDS[one.dtype], KINDS[two.dtype]
-    each = min(8, 128 // max(left.bits, right.bits))
-    lanes = _LANES if index >= 0 else 32
-    tiles = -(-one.numel() // (lanes * each * (_SPANS if index >= 0 else 4)))
-    grid = (-(-one.numel() // (lanes * each * tiles)), 1, 1)
-    args = (as_read(one), as_read(two), bounds, counts, kept, kept.numel(), one.numel(), tiles)
-    run(kernels.gather, index, grid, args, (lanes, each, left, right), _WARPS)
+class _Inside:
+    """A pass over everything: what lies below the bounds, and what between a bracket's ends."""
 
+    def __init__(self, bounds: torch.Tensor, room: int) -> None:
+        self.bounds = bounds
+        self.kept = torch.empty(room, dtype=torch.float64, device=bounds.device)
+        self.held = torch.zeros(1, dtype=torch.int64, device=bounds.device)
+        self.below = torch.zeros(_BOUNDS, dtype=torch.int64, device=bounds.device)
 
-def _resolved(
-    wanted: Sequence[int],
-    finite: int,
-    bounds: torch.Tensor,
-    counts: torch.Tensor,
-    kept: torch.Tensor,
-) -> list[float] | None:
-    """The values at the ranks, or None where a bracket missed or ran over."""
-    ends = bounds.cpu().numpy().astype(np.float64)
-    found: NDArray[np.int64] = counts.cpu().numpy()
-    below, held, rounded = finite - found[:16], int(found[16]), int(found[17])
-    if held > kept.numel():
-        return None
-    # How many of the kept lie in lower brackets, by bracket.
-    inside = below[2::4] - below[1::4]
-    earlier = np.cumsum(inside) - inside
-    known: dict[int, float] = {}
-    places: dict[int, int] = {}
-    for rank in wanted:
-        region = int(np.searchsorted(below, rank, side="right")) - 1
-        kind = region % 4
-        if region < 0 or kind == 3 or (kind != 1 and rounded):
+    def add(self, one: torch.Tensor, two: torch.Tensor) -> None:
+        one, two = one.to(self.kept.device), two.to(self.kept.device)  # a stream may have several
+        index = _entered(one)
+        if index is None:
+            with torch.cuda.device(one.device):
+                return self.add(one, two)
+        r, c, size, shape = as_read(one), as_read(two), one.numel(), _shape(index)
+        ways = (shape.lanes, _GROUP, KINDS[one.dtype], KINDS[two.dtype])
+        tiles = -(-size // (shape.lanes * _GROUP * shape.spans))
+        programs = -(-size // (shape.lanes * _GROUP * tiles))
+        flags = torch.empty(-(-size // _GROUP), dtype=torch.uint8, device=r.device)
+        counts = torch.empty((programs, _BOUNDS), dtype=torch.int32, device=r.device)
+        args = (r, c, self.bounds, counts, flags, size, tiles)
+        run(kernels.bracket, index, programs, args, ways)
+        self.below += counts.sum(dim=0)
+        groups = flags.nonzero().view(-1)
+        many = groups.numel()
+        if not many:
             return None
-        if kind == 1:
-            places[rank] = int(earlier[region // 4] + rank - below[region])
-        else:
-            known[rank] = float(ends[region])
-    if places:
-        order = kept[:held].sort().values
-        values = order[torch.tensor(list(places.values()), device=kept.device)].tolist()
-        known |= dict(zip(places, values, strict=True))
-    return [known[rank] for rank in wanted]
+        tiles = -(-many // (shape.lanes * shape.spans))
+        # Not `run`, which may do it twice: this one counts on.
+        kernels.sift[(-(-many // (shape.lanes * tiles)),)](
+            r, c, self.bounds, groups, many, self.kept, self.kept.numel(), self.held, size, tiles,
+            *ways, num_warps=8,
+        )  # fmt: skip
+        return None
+
+    def values_at(
+        self, wanted: Sequence[int], again: Callable[[], Iterable[Pair]]
+    ) -> list[float] | None:
+        """The values at the ranks, or None where a bracket missed or ran over."""
+        ends = self.bounds.cpu().numpy().astype(np.float64)
+        below: NDArray[np.int64] = self.below.cpu().numpy()
+        held = int(self.held)
+        if held > self.kept.numel():
+            return None
+        # How many of the kept lie in lower brackets, by bracket.
+        inside = below[2::4] - below[1::4]
+        earlier = np.cumsum(inside) - inside
+        known: dict[int, float] = {}
+        places: dict[int, int] = {}
+        for rank in wanted:
+            region = int(np.searchsorted(below, rank, side="right")) - 1
+            if region < 0 or region % 4 == 3:
+                return None
+            if region % 4 == 1:
+                places[rank] = int(earlier[region // 4] + rank - below[region])
+            else:
+                known[rank] = float(ends[region])
+        if any(known.values()) and any(self._rounded(*pair) for pair in again()):
+            return None
+        if places:
+            order = self.kept[:held].sort().values
+            values = torch.stack([order[place] for place in places.values()]).tolist()
+            known |= dict(zip(places, values, strict=True))
+        return [known[rank] for rank in wanted]
+
+    def _rounded(self, one: torch.Tensor, two: torch.Tensor) -> bool:
+        """Whether float32 takes any other distance for one of the brackets' ends."""
+        left, right = KINDS[one.dtype], KINDS[two.dtype]
+        if left.whole and right.whole:
+            return False
+        one, two = one.to(self.kept.device), two.to(self.kept.device)
+        index = _entered(one)
+        if index is None:
+            with torch.cuda.device(one.device):
+                return self._rounded(one, two)
+        size, shape = one.numel(), _shape(index)
+        tiles = -(-size // (shape.tile * shape.spans))
+        programs = -(-size // (shape.tile * tiles))
+        counts = torch.empty(programs, dtype=torch.int32, device=one.device)
+        args = (as_read(one), as_read(two), self.bounds, counts, size, tiles)
+        run(kernels.rounded, index, programs, args, (shape.tile, left, right))
+        return bool(counts.any())
 
 
 def _by_bits(wanted: Sequence[int], again: Callable[[], Iterable[Pair]]) -> list[float]:

@@ -28,13 +28,14 @@ _PROGRAMS = 2112
 _MOST_PARTS = 1 << 21  # rows of channels' partial sums: 64 MiB
 
 
-@triton.jit(do_not_specialize=["tokens", "channels", "rows", "width", "span"])
+@triton.jit(do_not_specialize=["tokens", "channels", "rows", "width", "span", "blocks"])
 def spread(
-    r, c, tokens, channels, rows, width, span,
+    r, c, tokens, channels, rows, width, span, blocks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`span` rows of COLUMNS columns; both tables have four numbers a row (`profile.COLUMNS`)."""
-    block, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    block, part = program % blocks, program // blocks
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     first = part * span
     last = tl.minimum(first + span, rows)
@@ -97,9 +98,9 @@ def _parts(one: torch.Tensor, two: torch.Tensor, width: int) -> tuple[torch.Tens
     shares = -(-rows // span)
     tokens = torch.empty((blocks, rows, 4), dtype=torch.float64, device=one.device)
     channels = torch.empty((shares, width, 4), dtype=torch.float64, device=one.device)
-    args = (as_read(one), as_read(two), tokens, channels, rows, width, span)
+    args = (as_read(one), as_read(two), tokens, channels, rows, width, span, blocks)
     ways = (together, columns, KINDS[one.dtype], KINDS[two.dtype])
-    run(spread, index, (blocks, shares, 1), args, ways, _WARPS)
+    run(spread, index, blocks * shares, args, ways, _WARPS)
     return tokens, channels
 
 
