@@ -25,7 +25,7 @@ if torch.cuda.is_available():
 
 from tensortap.numerics import triton_summary
 from tensortap.numerics.triton_formats import FORMATS
-from tensortap.numerics.triton_kernels import GROUP, STEPS
+from tensortap.numerics.triton_kernels import GROUP
 from tensortap.numerics.triton_launch import INTERPRETED
 
 pytestmark = [
@@ -45,7 +45,7 @@ def few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chunk(dtype: torch.dtype) -> int:
-    return 4 * STEPS * FORMATS[dtype].each
+    return 4 * FORMATS[dtype].steps * FORMATS[dtype].each
 
 
 def filled(tensor: torch.Tensor) -> Summary:
@@ -110,6 +110,9 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "constant": lambda x: torch.full_like(x, 0.1),
     "constant but one": lambda x: torch.where(torch.arange(len(x)) == 5, 257.0, 256.0),
     "first of each lane is far off": lambda x: torch.where(torch.arange(len(x)) < 32, 3e4 + x, x),
+    "first of each chunk is far off": lambda x: torch.where(
+        torch.arange(len(x)) % 64 < 16, 1.37e7, 0.7 * torch.ones_like(x)
+    ),
     "step": lambda x: torch.where(torch.arange(len(x)) < len(x) // 2, x, 2e4 + x),
     "squares overflow": lambda x: x * 1e30,
     "squares underflow": lambda x: x * 1e-30,
@@ -133,7 +136,7 @@ def test_groups_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_summary, "_LANES", 1)
     monkeypatch.setattr(triton_summary, "_most_programs", lambda index: GROUP + 3)
     monkeypatch.setattr(triton_summary, "_SCRATCH", {})
-    x = torch.randn((GROUP + 2) * STEPS * 4 + 5).mul(3).add(100)
+    x = torch.randn((GROUP + 2) * 16 + 5).mul(3).add(100)
     x[:40], x[-1] = 0.0, math.nan
     assert_defines(filled(x), x, BOUND)
     rows = torch.full((3, WIDTH), 5.0, dtype=torch.float64)

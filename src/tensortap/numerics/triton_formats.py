@@ -45,6 +45,11 @@ class Format:
         return min(8, 128 // self.bits)
 
     @property
+    def steps(self) -> int:
+        """How often a lane reads in a chunk: the fewer, the less cancels where digits are many."""
+        return 4 if self.bits >= 32 else 8
+
+    @property
     def highest(self) -> int:
         """No integer of the kind is above."""
         return 2**63 - 1 if self.bits == 64 else 2**31 - 1

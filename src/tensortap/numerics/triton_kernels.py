@@ -6,7 +6,7 @@ finishes last in its group of programs reduces the group's partials to one, the 
 last of all reduces those: always the same ones in the same order, so the bits are always the same.
 
 What bounds a kernel that reads two bytes a value is not the memory but the number of instructions.
-So a span is read in chunks, of which a lane (16 bytes wide) sees `_STEPS` times 16 bytes. Within a
+So a span is read in chunks, of which a lane (16 bytes wide) sees `F.steps` times as much. Within a
 chunk a lane sums deviations and their squares in float32, around the mean of its own first values:
 what cancels is then bounded by how few values there are, whatever the data. From chunk to chunk, it
 is all float64. NaN, infinity and squares out of range show in the sums, saturation in the limits;
@@ -20,13 +20,11 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 
 from tensortap.numerics.summary import COLUMNS, FIRST, WIDTH
 
-__all__ = ["GROUP", "PARTIAL", "STEPS", "accumulate_many", "accumulate_one"]
+__all__ = ["GROUP", "PARTIAL", "accumulate_many", "accumulate_one"]
 
-STEPS = 8  # 16 bytes each, of a lane in a chunk
 GROUP = 64  # programs of which one reduces
 PARTIAL = 16  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max; unused
 
-_STEPS = tl.constexpr(STEPS)
 _GROUP = tl.constexpr(GROUP)
 _PARTIAL = tl.constexpr(PARTIAL)
 _BLOCK = tl.constexpr(16)  # chunks after which counts are moved, before they outgrow a half
@@ -106,13 +104,14 @@ def _chunk(
 ):  # fmt: skip
     """Add a chunk that starts at `x` to the sums."""
     EACH: tl.constexpr = F.each
-    N: tl.constexpr = _STEPS * EACH
+    STEPS: tl.constexpr = F.steps
+    N: tl.constexpr = STEPS * EACH
     MINIMUM: tl.constexpr = F.minimum
     MAXIMUM: tl.constexpr = F.maximum
     ADD_ZERO: tl.constexpr = F.add_zero
     ADD_SMALL: tl.constexpr = F.add_small
     cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
-    for step in tl.static_range(_STEPS):
+    for step in tl.static_range(STEPS):
         raw = tl.load(x + (cell + step * LANES * EACH))
         if PACKED:
             half = _pair(raw, F)
@@ -175,7 +174,8 @@ def _rest(
 def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.constexpr):
     """Leave the partial of the elements from `start` to `stop`."""
     EACH: tl.constexpr = F.each
-    CHUNK: tl.constexpr = LANES * EACH * _STEPS
+    STEPS: tl.constexpr = F.steps
+    CHUNK: tl.constexpr = LANES * EACH * STEPS
     REAL: tl.constexpr = tl.float64 if F.wide else tl.float32
     WHOLE: tl.constexpr = tl.int64 if F.bits == 64 else tl.int32
     LIMIT: tl.constexpr = F.half if PACKED else (WHOLE if F.whole else REAL)
@@ -461,7 +461,8 @@ def accumulate_one(
     `x` where that is 0; what a launch is told last is what differs from one to the next.
     """
     EACH: tl.constexpr = F.each
-    CHUNK: tl.constexpr = LANES * EACH * _STEPS
+    STEPS: tl.constexpr = F.steps
+    CHUNK: tl.constexpr = LANES * EACH * STEPS
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     start = program.to(tl.int64) * chunks * CHUNK
@@ -488,7 +489,8 @@ def accumulate_many(
 ):
     """Many tensors: `table` says which one a program works on, and where that one lies."""
     EACH: tl.constexpr = F.each
-    CHUNK: tl.constexpr = LANES * EACH * _STEPS
+    STEPS: tl.constexpr = F.steps
+    CHUNK: tl.constexpr = LANES * EACH * STEPS
     program = tl.program_id(0)
     tensor = tl.load(table + program)
     entry = table + tl.num_programs(0) + tensor * 5

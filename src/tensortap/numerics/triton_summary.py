@@ -22,7 +22,7 @@ from tensortap.numerics import triton_kernels as kernels
 from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
 from tensortap.numerics.triton_formats import FORMATS, Format
-from tensortap.numerics.triton_kernels import GROUP, PARTIAL, STEPS
+from tensortap.numerics.triton_kernels import GROUP, PARTIAL
 from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry, handle_of
 
 __all__ = [
@@ -259,7 +259,7 @@ def _at(tensor: torch.Tensor) -> Any:
 
 def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
     """How many programs read a tensor of this size, and how many chunks each of them."""
-    chunk = _LANES * STEPS * form.each
+    chunk = _LANES * form.steps * form.each
     chunks = -(-size // (chunk * _most_programs(index)))
     return -(-size // (chunk * chunks)), chunks
 
@@ -428,7 +428,7 @@ def _group(index: int, form: Format, members: list[tuple[int, int, int]]) -> _Gr
     """What the kernel reads: each program's tensor, then each tensor's address, size, first
     program, number of programs and row.
     """
-    chunk = _LANES * STEPS * form.each
+    chunk = _LANES * form.steps * form.each
     address, size, row = np.array(members, dtype=np.int64).T
     chunks = -(-int(size.sum()) // (chunk * _MOST))
     chunks = max(chunks, -(-int(size.max()) // (chunk * GROUP * GROUP)))
