@@ -38,7 +38,6 @@ _CHUNK = 1 << 22
 _FLOAT32_MAX = float(torch.finfo(torch.float32).max)
 _TOP = 0x7F7FFFFF  # its bits
 _BOUNDS = 4 * len(PERCENTS)
-_GROUP = 8  # pairs that are looked at again together
 
 
 class Shape(NamedTuple):
@@ -215,10 +214,12 @@ class _Inside:
             with torch.cuda.device(one.device):
                 return self.add(one, two)
         r, c, size, shape = as_read(one), as_read(two), one.numel(), _shape(index)
-        ways = (shape.lanes, _GROUP, KINDS[one.dtype], KINDS[two.dtype])
-        tiles = -(-size // (shape.lanes * _GROUP * shape.spans))
-        programs = -(-size // (shape.lanes * _GROUP * tiles))
-        flags = torch.empty(-(-size // _GROUP), dtype=torch.uint8, device=r.device)
+        left, right = KINDS[one.dtype], KINDS[two.dtype]
+        group = 4 if max(left.bits, right.bits) == 32 else 8  # that are looked at again together
+        ways = (shape.lanes, group, left, right)
+        tiles = -(-size // (shape.lanes * group * shape.spans))
+        programs = -(-size // (shape.lanes * group * tiles))
+        flags = torch.empty(-(-size // group), dtype=torch.uint8, device=r.device)
         counts = torch.empty((programs, _BOUNDS), dtype=torch.int32, device=r.device)
         args = (r, c, self.bounds, counts, flags, size, tiles)
         run(kernels.bracket, index, programs, args, ways)
