@@ -8,6 +8,7 @@ graph serves every cadence.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +92,7 @@ class Places:
         self._fused: set[int] = set()
         self._sites: dict[Any, Site] = {}
         self._calls: defaultdict[Any, int] = defaultdict(int)
+        self._lock = threading.Lock()
         self._repeats: defaultdict[tuple[int, str, int], int] = defaultdict(int)
         self._open_calls: defaultdict[Any, list[int]] = defaultdict(list)
         self._training: bool | None = None  # inside a forward pass of the whole model
@@ -242,8 +244,9 @@ class Places:
             if wanted and self._listen_to_grads(place, awaiting[-1], leaves):
                 awaiting.pop()
             return
-        call = self._calls[place.index]
-        self._calls[place.index] = call + 1
+        with self._lock:  # forwards may run in several threads
+            call = self._calls[place.index]
+            self._calls[place.index] = call + 1
         if self._gate.outputs:
             for leaf, tensor in leaves:
                 if tensor is not None:
@@ -309,9 +312,10 @@ class Places:
                         call = open_calls.pop() if open_calls else 0
                         self._take_any(place, "grad_output", leaf, call, tensor)
                 elif not recomputing():
-                    call = self._calls[key]
-                    self._calls[key] = call + 1
-                    self._open_calls[key].append(call)
+                    with self._lock:
+                        call = self._calls[key]
+                        self._calls[key] = call + 1
+                        self._open_calls[key].append(call)
                     if gate.outputs:
                         self._take_any(place, "output", leaf, call, tensor)
         except Exception as error:  # the model must not notice
