@@ -22,7 +22,7 @@ from tensortap.numerics.summary import COLUMNS, FIRST, WIDTH
 
 __all__ = ["GROUP", "PARTIAL", "accumulate_many", "accumulate_one"]
 
-GROUP = 64  # programs of which one reduces
+GROUP = 32  # programs of which one reduces; a warp's width, so that no two warps need to talk
 PARTIAL = 16  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max; unused
 
 _GROUP = tl.constexpr(GROUP)
@@ -322,46 +322,46 @@ def _hypot(a, b, c):
 
 
 @triton.jit
-def _reduced(parts, many):
-    """Up to `_GROUP` partials as one: the counts side by side, mean, m2, min and max.
+def _column(parts, there, NUMBER: tl.constexpr, OTHER: tl.constexpr):
+    """A column of partials. What other programs wrote is in the second cache, not in the first."""
+    place = tl.arange(0, _GROUP) * _PARTIAL + NUMBER
+    return tl.load(parts + place, mask=there, other=OTHER, cache_modifier=".cg")
 
-    Chan's formula, around one of the means, so that little cancels.
+
+@triton.jit
+def _reduced(parts, many):
+    """Up to `_GROUP` partials as one: Chan's formula around one of the means, so that little
+    cancels.
     """
-    lane, column = tl.arange(0, _GROUP), tl.arange(0, _PARTIAL)
-    there = lane < many
-    part = tl.load(
-        parts + lane[:, None] * _PARTIAL + column[None, :],
-        mask=there[:, None],
-        other=0.0,
-        cache_modifier=".cg",  # what other programs wrote is in the second cache, not in the first
-    )
-    n = tl.sum(tl.where(column[None, :] == 0, part, 0.0), 1)
-    mean = tl.sum(tl.where(column[None, :] == 7, part, 0.0), 1)
-    m2 = tl.sum(tl.where(column[None, :] == 8, part, 0.0), 1)
+    there = tl.arange(0, _GROUP) < many
+    n = _column(parts, there, 0, 0.0)
+    mean = _column(parts, there, 7, 0.0)
+    m2 = _column(parts, there, 8, 0.0)
     some = n > 0
-    low = tl.sum(tl.where(column[None, :] == 9, part, 0.0), 1)
-    high = tl.sum(tl.where(column[None, :] == 10, part, 0.0), 1)
-    least = tl.min(tl.where(some, low, float("inf")))
-    most = tl.max(tl.where(some, high, float("-inf")))
-    counts = tl.sum(tl.where(column[None, :] < 7, part, 0.0), 0)
+    least = tl.min(tl.where(some, _column(parts, there, 9, 0.0), float("inf")))
+    most = tl.max(tl.where(some, _column(parts, there, 10, 0.0), float("-inf")))
+    nans = tl.sum(_column(parts, there, 1, 0.0))
+    ups = tl.sum(_column(parts, there, 2, 0.0))
+    downs = tl.sum(_column(parts, there, 3, 0.0))
+    zeros = tl.sum(_column(parts, there, 4, 0.0))
+    small = tl.sum(_column(parts, there, 5, 0.0))
+    full = tl.sum(_column(parts, there, 6, 0.0))
     finite = tl.sum(n)
     centre = tl.max(tl.where(some, mean, float("-inf")))
     away = tl.where(some, mean - centre, 0.0)
     rest = tl.sum(n * away) / tl.maximum(finite, 1.0)
     m2 = tl.maximum(tl.sum(m2 + n * away * away) - finite * rest * rest, 0.0)
     mean = tl.where(finite > 0, centre + rest, 0.0)
-    return counts, finite, mean, m2, least, most
+    return finite, nans, ups, downs, zeros, small, full, mean, m2, least, most
 
 
 @triton.jit
 def _reduce_group(parts, many, out):
     """Leave the partial of a group of programs."""
-    counts, _finite, mean, m2, least, most = _reduced(parts, many)
+    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many)
     column = tl.arange(0, _PARTIAL)
-    part = tl.where(column == 7, mean, counts)
-    part = tl.where(column == 8, m2, part)
-    part = tl.where(column == 9, least, part)
-    tl.store(out + column, tl.where(column == 10, most, part))
+    part = _packed(column, finite, nans, ups, downs, zeros, small, full, mean, m2, least, most)
+    tl.store(out + column, part)
 
 
 @triton.jit
@@ -370,12 +370,11 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
 
     Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
     """
-    counts, finite, mean, m2, least, most = _reduced(parts, many)
+    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many)
     column = tl.arange(0, _PARTIAL)
     std = tl.sqrt(m2 / tl.maximum(finite, 1.0))
     l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
     absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
-    counts = tl.where(column == 0, size, counts)
     count = tl.full([], 0.0, tl.float64)
     known = finite > 0
     if MERGE:
@@ -394,15 +393,17 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
         most = tl.where(held > 0, tl.maximum(most, tl.load(row + 10)), most)
         absmax = tl.where(held > 0, tl.maximum(absmax, tl.load(row + 11)), absmax)
         l2 = _hypot(l2, tl.where(held > 0, tl.load(row + 12), 0.0), 0.0)
-        counts += tl.load(row + column, mask=column < 7, other=0.0)
         known = finite + held > 0
     nothing = float("nan")
-    line = tl.where(column == 7, tl.where(known, mean, nothing), counts)
-    line = tl.where(column == 8, tl.where(known, std, nothing), line)
-    line = tl.where(column == 9, tl.where(known, least + 0.0, nothing), line)
-    line = tl.where(column == 10, tl.where(known, most + 0.0, nothing), line)
-    line = tl.where(column == 11, tl.where(known, absmax, nothing), line)
+    line = _packed(
+        column, size.to(tl.float64), nans, ups, downs, zeros, small, full,
+        mean, std, least + 0.0, most + 0.0,
+    )  # fmt: skip
+    line = tl.where(column == 11, absmax, line)
+    line = tl.where(known, line, tl.where(column < 7, line, nothing))
     line = tl.where(column == 12, l2, line)
+    if MERGE:
+        line += tl.load(row + column, mask=column < 7, other=0.0)
     tl.store(row + column, line, mask=column < _MOMENTS)
     place = tl.arange(0, 16)
     taken = tl.minimum(count, 1.0 * _FIRST).to(tl.int32)
