@@ -40,7 +40,7 @@ def check(one: torch.Tensor, two: torch.Tensor, **options: float) -> Difference:
 
 
 @read
-@settings(max_examples=5, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(data=st.binary(max_size=99), other=st.binary(max_size=99), keep=st.integers(0, 255))
 def test_any_bytes(dtype: torch.dtype, data: bytes, other: bytes, keep: int) -> None:
     """Two strings of bytes; where a bit of `keep` is set, the second has what the first has."""
@@ -51,7 +51,7 @@ def test_any_bytes(dtype: torch.dtype, data: bytes, other: bytes, keep: int) -> 
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     pairs=st.lists(
         st.tuples(st.sampled_from(HARD), st.sampled_from(HARD), st.sampled_from(NUDGES)),
@@ -70,28 +70,29 @@ def test_hard_values(
 
 
 @pytest.mark.parametrize("first", READ, ids=str)
-def test_every_pair_of_dtypes(first: torch.dtype) -> None:
-    """Half of them bit patterns, half numbers that need no care; the other half by the mirror."""
+def test_pairs_of_dtypes(first: torch.dtype) -> None:
+    """Each with some others, before it and behind; bit patterns, and numbers that need no care."""
     x = 9 * torch.randn(2, 70, generator=torch.Generator().manual_seed(1))
-    for place, second in enumerate(READ):
-        if place % 2 == READ.index(first) % 2:
-            check(noise(70, first, seed=1), noise(70, second, seed=place + 2))
-        else:
+    for further in (1, 4, 7):
+        second = READ[(READ.index(first) + further) % len(READ)]
+        if further == 4:
             check(x[0].to(first), (x[0] + 0.1 * x[1]).to(second))
+        else:
+            check(noise(70, first, seed=1), noise(70, second, seed=further))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
 def test_sizes_around_tiles(dtype: torch.dtype) -> None:
     """Where spans end and begin: a tile and a half, a span and one more, an odd last element."""
     step = triton_difference.INTERPRETED.lanes * 128 // (8 * dtype.itemsize)
-    for n in (0, 1, step - 1, 2 * step, 2 * step + 1, 8 * step + 3):
+    for n in (0, step - 1, 2 * step + 1, 8 * step + 3):
         x = 9 * torch.randn(2, n, generator=torch.Generator().manual_seed(n))
         check(x[0].to(dtype), (x[0] + 0.1 * x[1]).to(dtype))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_activations(kind: str) -> None:
-    x, e = torch.randn(2, 1801, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x, e = torch.randn(2, 801, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     dtype = torch.bfloat16 if len(kind) % 2 else torch.float32
     check(*(side.to(dtype) for side in KINDS[kind](x, e)))
 
@@ -123,11 +124,11 @@ def test_tolerances_on_the_edge(rtol: float, atol: float) -> None:
     check(x[0].bfloat16(), x[1].bfloat16(), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("at", [0, 517, 1299])
+@pytest.mark.parametrize("at", [0, 517])
 def test_one_bit_is_seen(at: int) -> None:
     """In a word of two, in the sign of a zero, in the bits of a NaN."""
     for dtype in (torch.bfloat16, torch.float32):
-        tensor = torch.zeros(1300, dtype=dtype)
+        tensor = torch.zeros(520, dtype=dtype)
         other = tensor.clone()
         other.view(torch.uint8)[(at + 1) * dtype.itemsize - 1] ^= 0x80
         assert not check(tensor, other).identical
@@ -148,7 +149,7 @@ def test_the_first_of_the_largest() -> None:
     assert check(one, two).max_abs_index == (1300,)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     name=st.sampled_from(sorted(SHAPES)),
     seed=st.integers(0, 99),
