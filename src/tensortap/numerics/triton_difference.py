@@ -174,9 +174,10 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     limits = _bits(rtol), _bits(atol)
     careful = left.wide or right.wide or max(rtol, atol) > _HUGE
     if not careful:
+        ptx = index >= 0 and torch.version.hip is None
         r_words, c_words, words = _in_words(r, c, left, right)
         whole = (r, c, r_words, c_words, table, programs, size, tiles, *limits)
-        ways = (shape.lanes, each, shape.unroll, words, left, right, index >= 0, shape.stages)
+        ways = (shape.lanes, each, shape.unroll, words, left, right, ptx, shape.stages)
         run(kernels.measure, index, programs, whole, ways, shape.warps)
     args = (r, c, table, programs, size, span, *limits)
     run(kernels.repair, index, programs, args, (lanes, some, left, right, careful))
