@@ -121,7 +121,8 @@ class Distances:
         if self._sorted is None:
             home = self._samples[0].device if self._samples else None
             samples = [s.to(home) for s in self._samples] or [torch.empty(0, dtype=torch.float64)]
-            self._sorted, order = torch.cat(samples).sort()
+            every = samples[0] if len(samples) == 1 else torch.cat(samples)
+            self._sorted, order = every.sort()
             if not self._exact:
                 each = torch.cat(
                     [
