@@ -29,7 +29,6 @@ from .unseen import unseen
 __all__ = ["Captures", "Event", "Part", "part_of"]
 
 _ROOM = 2048  # rows that are free, at least, when a capture begins
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # What a graph that may be replayed writes to must stay, whether its recording is open or not.
 _KEPT: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -84,14 +83,22 @@ class Captures:
         ports: Ports,
         *,
         slots: int,
-        drain: Callable[[], None],
+        dtypes: Iterable[torch.dtype],
+        pending: Callable[[Slot, int], list[tuple[Call, list[Held]]]],
+        before: Callable[[], None],
         left: Callable[[], Iterable[Event]],
         fail: Callable[[Exception], None],
     ) -> None:
-        """`drain`: hand over what came before. `left`: events that are still to be told of."""
+        """`dtypes`: what to be ready for. `pending`: calls of a layer by a thread that have begun.
+
+        `before` tells of what ran before; it may be called while a compiled model runs. `left` are
+        the events of a capture that are still to be told of.
+        """
         self._sink: Sink | None = sink
         self._ports = ports
-        self._drain = drain
+        self._dtypes = [dtype for dtype in dtypes if dtype.is_floating_point]
+        self._pending = pending
+        self._before = before
         self._left = left
         self._fail = fail
         self.as_rows = sink.keep == "summary" and sink.judge is None and not sink.writer.histograms
@@ -130,7 +137,7 @@ class Captures:
             return
         try:
             with unseen():
-                self._drain()
+                self._before()
                 if "tables" in sink.__dict__:
                     sink.tables.send()  # or it would be captured too, where the stream is the same
                 found = _Captured()
@@ -169,8 +176,9 @@ class Captures:
                 block = torch.empty(4 * self._room, WIDTH, dtype=torch.float64, device=device)
             used = 0
             self._free[device] = (block, used)
-            for dtype in _DTYPES:
-                on_device.warm(dtype, device)
+            for dtype in self._dtypes:  # of another one, torch makes the summaries
+                one = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
+                on_device.fill_on(one, block[0])
         found.block, found.first = block, used
         found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
         torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
@@ -246,7 +254,7 @@ class Captures:
                         why = "it ran in a CUDA graph that is part of another"
                         sink.skip(event.slot, event.port, "", why)
                     return
-                self._drain()
+                self._before()
                 self._again(sink, found)
         except Exception as error:  # the model must not notice
             self._fail(error)
@@ -266,10 +274,9 @@ class Captures:
                 table.put(found.block[first : first + len(lines)], lines)
             return
         tickets: list[Ticket] = []
-        entered: dict[int, list[tuple[Call, list[Held]]]] = {}
         for event in found.events:
             slot, port = event.slot, event.port
-            stack = entered.setdefault(slot.index, [])
+            stack = self._pending(slot, get_ident())  # a call may end in another graph
             if port == "input":
                 held: list[Held] = []
                 call = sink.begin(slot)
@@ -289,9 +296,6 @@ class Captures:
                 held.append(item)
             if port != "input":
                 sink.emit(call, held)
-        for stack in entered.values():
-            while stack:
-                sink.emit(*stack.pop())
 
     def _bring(self, sink: Sink, found: _Captured, tickets: list[Ticket], row: int) -> None:
         """Copy the graph's rows, as far as this one, to where rows wait to come over."""

@@ -28,6 +28,7 @@ __all__ = [
     "before_each_run",
     "contains_compiled",
     "devices_of",
+    "dtypes_of",
     "forget",
     "graphs_may_come",
     "prepare",
@@ -54,6 +55,11 @@ def graphs_may_come() -> bool:
 def devices_of(model: nn.Module) -> set[torch.device]:
     """Where the model's parameters and buffers are."""
     return {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+
+
+def dtypes_of(model: nn.Module) -> set[torch.dtype]:
+    """What its parameters and buffers are."""
+    return {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
 
 
 def prepare(grads: bool, in_graph: bool = False) -> str:

@@ -88,6 +88,7 @@ class EagerTap:
         self._captures: Captures | None = None
         self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
         self._restore: Callable[[], None] | None = None
+        self._stashed_before = 0
         self._given: dict[int, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
         self._checked: set[int] = set()
@@ -154,7 +155,9 @@ class EagerTap:
             sink,
             self.ports,
             slots=len(self.slots),
-            drain=self.drain,
+            dtypes=compiled.dtypes_of(self.model),
+            pending=self._pending,
+            before=self._before_capture,
             left=self._left_in_graphs,
             fail=self._fail,
         )
@@ -168,9 +171,7 @@ class EagerTap:
                 self._captures,
                 guarded=self._guarded,
                 outputs=self.ports.outputs,
-                pending=lambda slot, thread: self._places[slot.index].pending.setdefault(
-                    thread, []
-                ),
+                pending=self._pending,
                 check=self._check_heard if self.ports.inputs and self.ports.outputs else None,
                 fail=self._fail,
             )
@@ -369,14 +370,10 @@ class EagerTap:
 
         sink = self._sink
         if sink is not None and self._short_way and sink.has_tensor_shortcut:
-            return Quick(hook, tensor_shortcut(place.slot, sink), self._goes_straight)
+            return Quick(hook, tensor_shortcut(place.slot, sink), self)
         if sink is None or not (self._short_way and sink.has_shortcut):
             return Listener(hook)
-        return Quick(hook, shortcut(place.slot, sink), self._goes_straight)
-
-    def _goes_straight(self) -> bool:
-        """Whether nothing is under way that a shortcut would miss."""
-        return self._sink is not None and self._unfinished is None and not self._behind
+        return Quick(hook, shortcut(place.slot, sink), self)
 
     def _enter(
         self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]
@@ -419,10 +416,25 @@ class EagerTap:
         if self._captures is not None and not _recomputing():
             self._captures.heard(place.slot, port, leaves if wanted else [])
 
+    def _pending(self, slot: Slot, thread: int) -> list[tuple[Call, list[Held]]]:
+        """Calls of a layer by a thread that have begun and not ended."""
+        return self._places[slot.index].pending.setdefault(thread, [])
+
+    def _before_capture(self) -> None:
+        """A CUDA graph is about to be captured, or was replayed: by hand, or by a compiled model.
+
+        What a compiled model has stashed stays: it may be running, and put back what was there.
+        """
+        if self._in_graph is not None:
+            self._in_graph.tell()
+        self._stashed_before = len(self._compiled)
+
     def _left_in_graphs(self) -> list[Event]:
         """What compiled graphs have said while a CUDA graph was captured."""
         events = [] if self._in_graph is None else self._in_graph.events()
-        entries, self._compiled[:] = list(self._compiled), []
+        entries = self._compiled[self._stashed_before :]
+        if entries:  # then a compiled model ran within the capture, and is not running any more
+            del self._compiled[self._stashed_before :]
         for index, port, value in entries:
             module = self._places[index].module
             leaves = flatten_call(module, *value) if port == "input" else flatten(value)

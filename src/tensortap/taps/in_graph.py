@@ -257,8 +257,10 @@ class InGraph:
             if run.captured:
                 parts = [part for event in values if event is not None for part in event.parts]
                 absent = [why for event in values if event is not None for why in event.absent]
-                event = Event(traced.slot, traced.port, parts, absent)
-                self._events.setdefault(thread, []).append(event)
+                events = self._events.setdefault(thread, [])
+                events.append(Event(traced.slot, traced.port, parts, absent))
+                if not self._outputs:
+                    events.append(Event(traced.slot, "output", ()))
             else:
                 self._tell_one(sink, traced, [held for some in values for held in some], thread)
 
