@@ -149,6 +149,27 @@ def _chunk(
 
 
 @triton.jit
+def _counted(counts):
+    """A lane's counts; halves are exact as float32, which is quicker to come by than an integer."""
+    if counts.dtype != tl.int32:
+        counts = counts.to(tl.float32)
+    return tl.sum(counts, 1).to(tl.int32)
+
+
+@triton.jit
+def _together(s, q, low, high, zeros, small, s2, q2, low2, high2, zeros2, small2):
+    """The sums, limits and counts of two lanes as one's."""
+    return (
+        s + s2,
+        q + q2,
+        tl.minimum(low, low2),
+        tl.maximum(high, high2),
+        zeros + zeros2,
+        small + small2,
+    )
+
+
+@triton.jit
 def _rest(
     x, left, ref, total, square, low, high, zeros, small, LANES: tl.constexpr, F: tl.constexpr
 ):
@@ -203,18 +224,18 @@ def _span(x, start, stop, out, LANES: tl.constexpr, F: tl.constexpr, PACKED: tl.
                 at, ref, total, square, lows, highs, nulls, below, LANES, F, PACKED
             )
             at += CHUNK
-        zeros += tl.sum(nulls.to(tl.int32), 1)
-        small += tl.sum(below.to(tl.int32), 1)
+        zeros += _counted(nulls)
+        small += _counted(below)
     low = tl.min(lows.to(REAL), 1)
     high = tl.max(highs.to(REAL), 1)
     left = (length - chunks.to(tl.int64) * CHUNK).to(tl.int32)
     total, square, low, high, zeros, small = _rest(
         at, left, ref, total, square, low, high, zeros, small, LANES, F
     )
-    s, q = tl.sum(total), tl.sum(square)
-    least = tl.min(low).to(tl.float64)
-    most = tl.max(high).to(tl.float64)
-    nothing, lesser = tl.sum(zeros), tl.sum(small)
+    s, q, low, high, nothing, lesser = tl.reduce(
+        (total, square, low, high, zeros, small), 0, _together
+    )
+    least, most = low.to(tl.float64), high.to(tl.float64)
     n = length.to(tl.float64)
     nans = tl.full([], 0.0, tl.float64)
     ups, downs, full = nans, nans, nans
@@ -373,7 +394,7 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
     finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many)
     column = tl.arange(0, _PARTIAL)
     std = tl.sqrt(m2 / tl.maximum(finite, 1.0))
-    l2 = tl.sqrt(finite) * _hypot(mean, std, 0.0)
+    l2 = tl.sqrt(m2 + finite * mean * mean)  # the kernels' formats have no squares beyond float64
     absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
     count = tl.full([], 0.0, tl.float64)
     known = finite > 0
