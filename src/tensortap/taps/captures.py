@@ -30,7 +30,8 @@ __all__ = ["Captures", "Event", "Part", "part_of"]
 
 _ROOM = 2048  # rows that are free, at least, when a capture begins
 
-# What a graph that may be replayed writes to must stay, whether its recording is open or not.
+# What a graph that may be replayed writes to must stay, whether its recording is open or not. There
+# may be several recordings of one graph.
 _KEPT: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -145,7 +146,7 @@ class Captures:
                     self._make_room(found)
             self._now[get_ident()] = found
             self._graphs[graph] = found
-            _KEPT[graph] = [found.block, found.scratch]
+            _KEPT.setdefault(graph, []).append((found.block, found.scratch))
         except Exception as error:  # the model must not notice
             self._fail(error)
 
@@ -162,7 +163,7 @@ class Captures:
                 if block is found.block:
                     self._free[device] = (block, max(used, found.first + found.rows))
             clones = [part.clone for event in found.events for part in event.parts]
-            _KEPT[graph] = [found.block, found.scratch, clones]
+            _KEPT.setdefault(graph, []).append(clones)
             self._captured += bool(found.events)
         except Exception as error:  # the model must not notice
             self._fail(error)
