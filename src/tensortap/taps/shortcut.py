@@ -134,25 +134,29 @@ def _native(
 
 
 class Quick(Listener):
-    """A forward hook that tries the shortcut first. A user's modes must not see what it asks."""
+    """A forward hook that tries the shortcut first. A user's modes must not see what it asks.
 
-    def __init__(
-        self,
-        listen: Callable[..., None],
-        take: Callable[[Any], bool],
-        straight: Callable[[], bool],
-    ) -> None:
+    Not while something is under way that a shortcut would miss: `state` is the tap's.
+    """
+
+    def __init__(self, listen: Callable[..., None], take: Callable[[Any], bool], state: Any):
         super().__init__(listen)
         self._take = take
-        self._straight = straight
+        self._state = state
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
+        if _compiling():
+            super().__call__(module, args, output)
+            return
+        state = self._state
         if not (
-            _compiling()
+            state._sink is None
+            or state._unfinished is not None
+            or state._compiled
+            or (state._in_graph is not None and state._in_graph.open)
             or _backward() != -1
             or _functions()
             or _dispatches()
-            or not self._straight()
         ):
             try:
                 if self._take(output):
