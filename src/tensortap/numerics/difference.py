@@ -280,9 +280,7 @@ def difference(
     the two dtypes.
     """
     pairs = Pairs(((reference, candidate),))
-    found = _difference(pairs, percentiles, rtol, atol)
-    place = pairs.place(int(found.row.max_abs_at))
-    return replace(found, max_abs_index=None if place is None else place[1])
+    return _difference(pairs, percentiles, rtol, atol, shape=tuple(reference.shape))
 
 
 def difference_of(
@@ -306,7 +304,11 @@ def difference_of(
 
 
 def _difference(
-    pairs: Pairs, percentiles: bool, rtol: float | None, atol: float | None
+    pairs: Pairs,
+    percentiles: bool,
+    rtol: float | None,
+    atol: float | None,
+    shape: tuple[int, ...] | None = None,
 ) -> Difference:
     for name, value in (("rtol", rtol), ("atol", atol)):
         if value is not None and not value >= 0:
@@ -315,6 +317,8 @@ def _difference(
     usual = pairs.tolerances()
     return Difference.from_row(
         row,
+        shape,
+        parts=pairs.parts,
         percentiles=None if ordered is None else interpolated(ordered, int(row.finite)),
         histogram=histogram,
         rtol=usual[0] if rtol is None else rtol,

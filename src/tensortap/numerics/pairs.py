@@ -70,6 +70,11 @@ class Pairs:
         )
         return State(*row), ordered, histogram
 
+    @property
+    def parts(self) -> int:
+        """How many numbers an element of the first pair is."""
+        return self._shapes[0][1] if self._shapes else 1
+
     def _read(self) -> Iterator[Pair]:
         for pair in self._pairs() if callable(self._pairs) else self._pairs:
             check_pair(*pair)

@@ -35,8 +35,8 @@ Table = NDArray[np.float64]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
-_MOST = 2048  # spans of a pair
-_FINDERS = 512  # that look for the largest difference
+_MOST = (64, 512, 2048)  # spans of a small, a middling and a large pair
+_FINDERS = 256  # that look for the largest difference
 _PENDING = 64  # rows that wait on the device to be fetched together
 _HUGE = 1e30  # tolerances that float32 is not asked about
 
@@ -60,6 +60,7 @@ class Shape(NamedTuple):
     per_sm: int = 15
     careful_lanes: int = 256
     careful_each: int = 4
+    last_warps: int = 4
 
 
 SHAPE = Shape()
@@ -182,9 +183,11 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     args = (r, c, table, programs, size, span, *limits)
     run(kernels.repair, index, programs, args, (lanes, some, left, right, careful))
     search = (r, c, table, programs, found, size, span, share)
-    run(kernels.locate, index, finders, search, (lanes, some, _MOST, left, right))
+    most = next(few for few in _MOST if programs <= few)
+    run(kernels.locate, index, finders, search, (lanes, some, most, left, right))
     ends = (table, programs, found, finders, row, size)
-    run(kernels.finish, index, 1, ends, (one.dtype == two.dtype, _MOST, _FINDERS))
+    same = one.dtype == two.dtype
+    run(kernels.finish, index, 1, ends, (same, most, _FINDERS), shape.last_warps)
     return row
 
 
@@ -210,7 +213,7 @@ def _most_programs(index: int, shape: Shape) -> int:
     if index < 0:
         return shape.per_sm
     units = int(torch.cuda.get_device_properties(index).multi_processor_count)
-    return min(_MOST, shape.per_sm * units)
+    return min(_MOST[-1], shape.per_sm * units)
 
 
 def _collected(row: State, pending: list[torch.Tensor]) -> State:
@@ -218,7 +221,8 @@ def _collected(row: State, pending: list[torch.Tensor]) -> State:
     if not pending:
         return row
     if len(pending) == 1:
-        row = merge_rows(row, pending[0].tolist())
+        only = State(*pending[0].tolist())
+        row = merge_rows(row, only) if row.count else only
     else:
         home = pending[0].device  # a stream may have several
         for part in torch.stack([one.to(home) for one in pending]).tolist():
