@@ -260,7 +260,10 @@ def _at(tensor: torch.Tensor) -> Any:
 def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
     """How many programs read a tensor of this size, and how many chunks each of them."""
     chunk = _LANES * form.steps * form.each
-    chunks = -(-size // (chunk * _most_programs(index)))
+    most = _most_programs(index)
+    if size <= 2 * GROUP * chunk:  # a second chunk costs less than groups of groups
+        most = min(most, GROUP)
+    chunks = -(-size // (chunk * most))
     return -(-size // (chunk * chunks)), chunks
 
 
