@@ -60,7 +60,7 @@ class Shape(NamedTuple):
     per_sm: int = 15
     careful_lanes: int = 256
     careful_each: int = 4
-    last_warps: int = 4
+    last_warps: int = 8
 
 
 SHAPE = Shape()

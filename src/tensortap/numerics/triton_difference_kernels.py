@@ -502,27 +502,18 @@ def locate(
 
 
 @triton.jit
-def _apart(parts, stride, column, n, first, PROGRAMS: tl.constexpr):
-    """A mean: that of the first span, how far each span is from it, and how far that of all."""
-    each = tl.arange(0, PROGRAMS)
-    base = tl.load(parts + column * stride + first)
-    means = tl.load(parts + column * stride + each, mask=n > 0, other=0.0)
-    away = tl.where(n > 0, means - base, 0.0)
-    return base, away, tl.sum(n * away) / tl.maximum(tl.sum(n), 1.0)
+def _sums(a, b, c, d):
+    """Four sums in one go, since each takes the program's threads to meet."""
+    left, right = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
+    first, second = tl.split(left)
+    third, fourth = tl.split(right)
+    return first, second, third, fourth
 
 
 @triton.jit
-def _joined(parts, stride, column, n, one, two, rest, other, PROGRAMS: tl.constexpr):
-    """A sum of products about the means of all spans, from those about each span's own."""
+def _column(parts, stride, column, PROGRAMS: tl.constexpr):
     each = tl.arange(0, PROGRAMS)
-    own = tl.load(parts + column * stride + each, mask=n > 0, other=0.0)
-    return tl.sum(own + n * one * two) - tl.sum(n) * rest * other
-
-
-@triton.jit
-def _summed(parts, stride, column, n, PROGRAMS: tl.constexpr):
-    each = tl.arange(0, PROGRAMS)
-    return tl.sum(tl.load(parts + column * stride + each, mask=n > 0, other=0.0))
+    return tl.load(parts + column * stride + each, mask=each < stride, other=0.0)
 
 
 @triton.jit
@@ -542,23 +533,42 @@ def finish(
     little: nothing large cancels, and a constant keeps no spread.
     """
     each = tl.arange(0, PROGRAMS)
-    there = each < stride
-    n = tl.load(parts + each, mask=there, other=0.0)
-    finite = tl.sum(n)
+    n = _column(parts, stride, 0, PROGRAMS)
+    finite, disagreeing, mismatched, differing = _sums(
+        n,
+        _column(parts, stride, 2, PROGRAMS),
+        _column(parts, stride, 3, PROGRAMS),
+        _column(parts, stride, 4, PROGRAMS),
+    )
+    far, big, rel, dot = _sums(
+        _column(parts, stride, 14, PROGRAMS),
+        _column(parts, stride, 15, PROGRAMS),
+        _column(parts, stride, 16, PROGRAMS),
+        _column(parts, stride, 13, PROGRAMS),
+    )
     whole = tl.maximum(finite, 1.0)
-    agreeing = tl.sum(tl.load(parts + 1 * stride + each, mask=there, other=0.0))
-    disagreeing = tl.sum(tl.load(parts + 2 * stride + each, mask=there, other=0.0))
-    mismatched = tl.sum(tl.load(parts + 3 * stride + each, mask=there, other=0.0))
-    differing = tl.sum(tl.load(parts + 4 * stride + each, mask=there, other=0.0))
     first = tl.minimum(tl.min(tl.where(n > 0, each, PROGRAMS)), stride - 1)
-    r0, r, r_rest = _apart(parts, stride, 5, n, first, PROGRAMS)
-    d0, d, d_rest = _apart(parts, stride, 7, n, first, PROGRAMS)
-    c0, c, c_rest = _apart(parts, stride, 9, n, first, PROGRAMS)
-    r_m2 = tl.maximum(_joined(parts, stride, 6, n, r, r, r_rest, r_rest, PROGRAMS), 0.0)
-    d_m2 = tl.maximum(_joined(parts, stride, 8, n, d, d, d_rest, d_rest, PROGRAMS), 0.0)
-    c_m2 = tl.maximum(_joined(parts, stride, 10, n, c, c, c_rest, c_rest, PROGRAMS), 0.0)
-    rd = _joined(parts, stride, 11, n, r, d, r_rest, d_rest, PROGRAMS)
-    rc = _joined(parts, stride, 12, n, r, c, r_rest, c_rest, PROGRAMS)
+    r0 = tl.load(parts + 5 * stride + first)
+    d0 = tl.load(parts + 7 * stride + first)
+    c0 = tl.load(parts + 9 * stride + first)
+    r = tl.where(n > 0, _column(parts, stride, 5, PROGRAMS) - r0, 0.0)
+    d = tl.where(n > 0, _column(parts, stride, 7, PROGRAMS) - d0, 0.0)
+    c = tl.where(n > 0, _column(parts, stride, 9, PROGRAMS) - c0, 0.0)
+    r_sum, d_sum, c_sum, rc = _sums(
+        n * r, n * d, n * c, _column(parts, stride, 12, PROGRAMS) + n * r * c
+    )
+    r_m2, d_m2, c_m2, rd = _sums(
+        _column(parts, stride, 6, PROGRAMS) + n * r * r,
+        _column(parts, stride, 8, PROGRAMS) + n * d * d,
+        _column(parts, stride, 10, PROGRAMS) + n * c * c,
+        _column(parts, stride, 11, PROGRAMS) + n * r * d,
+    )
+    r_rest, d_rest, c_rest = r_sum / whole, d_sum / whole, c_sum / whole
+    r_m2 = tl.maximum(r_m2 - finite * r_rest * r_rest, 0.0)
+    d_m2 = tl.maximum(d_m2 - finite * d_rest * d_rest, 0.0)
+    c_m2 = tl.maximum(c_m2 - finite * c_rest * c_rest, 0.0)
+    rd -= finite * r_rest * d_rest
+    rc -= finite * r_rest * c_rest
     r_mean, d_mean, c_mean = r0 + r_rest, d0 + d_rest, c0 + c_rest
     r_l2 = tl.sqrt(r_m2 + finite * r_mean * r_mean)
     d_l2 = tl.sqrt(d_m2 + finite * d_mean * d_mean)
@@ -571,11 +581,11 @@ def finish(
     at = tl.min(places)
     best = tl.min(tl.where(mine & (places == at), finder, FINDERS - 1))
     best = found + tl.minimum(best, finders - 1) * 4
-    relative = tl.max(tl.load(parts + 17 * stride + each, mask=n > 0, other=0.0))
+    relative = tl.max(_column(parts, stride, 17, PROGRAMS))
     known, nothing = finite > 0, float("nan")
     tl.store(row, size.to(tl.float64))
     tl.store(row + 1, finite)
-    tl.store(row + 2, agreeing)
+    tl.store(row + 2, size.to(tl.float64) - finite - disagreeing)
     tl.store(row + 3, disagreeing)
     tl.store(row + 4, mismatched)
     if SAME:
@@ -584,7 +594,6 @@ def finish(
         tl.store(row + 5, 0.0)
     tl.store(row + 6, tl.where(known, d_mean, nothing))
     tl.store(row + 7, tl.where(known, tl.sqrt(d_m2 / whole), nothing))
-    far = _summed(parts, stride, 14, n, PROGRAMS)
     tl.store(row + 8, tl.where(known, far / whole, nothing))
     tl.store(row + 9, tl.where(known, d_l2, 0.0))
     tl.store(row + 10, tl.where(known, most, nothing))
@@ -594,7 +603,6 @@ def finish(
     tl.store(row + 14, tl.where(known, r_mean, nothing))
     tl.store(row + 15, tl.where(known, tl.sqrt(r_m2 / whole), nothing))
     tl.store(row + 16, tl.where(known, r_l2, 0.0))
-    big = _summed(parts, stride, 15, n, PROGRAMS)
     tl.store(row + 17, tl.where(known, big / whole, nothing))
     tl.store(row + 18, tl.where(known, c_mean, nothing))
     tl.store(row + 19, tl.where(known, tl.sqrt(c_m2 / whole), nothing))
@@ -602,8 +610,6 @@ def finish(
     tl.store(row + 21, tl.where(known, _ratio(rd + finite * r_mean * d_mean, r_l2, d_l2), 0.0))
     tl.store(row + 22, tl.where(known, _ratio(rd, tl.sqrt(r_m2), tl.sqrt(d_m2)), 0.0))
     tl.store(row + 23, tl.where(known, relative, nothing))
-    mean_relative = _summed(parts, stride, 16, n, PROGRAMS) / whole
-    tl.store(row + 24, tl.where(known, mean_relative, nothing))
-    dot = _summed(parts, stride, 13, n, PROGRAMS)
+    tl.store(row + 24, tl.where(known, rel / whole, nothing))
     tl.store(row + 25, tl.where(known, _ratio(dot, r_l2, c_l2), 0.0))
     tl.store(row + 26, tl.where(known, _ratio(rc, tl.sqrt(r_m2), tl.sqrt(c_m2)), 0.0))
