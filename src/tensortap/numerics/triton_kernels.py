@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc, untyped-decorator"
 """Triton's side of triton_summary.py: spans of a tensor to partials, partials to a row.
 
-Every program takes a span of the tensor and leaves a partial (`_COLUMNS` below). The one that
+Every program takes a span of the tensor and leaves a partial (see `PARTIAL`). The one that
 finishes last in its group of programs reduces the group's partials to one, the one that finishes
 last of all reduces those: always the same ones in the same order, so the bits are always the same.
 
@@ -35,7 +35,7 @@ _WIDTH = tl.constexpr(WIDTH)
 
 @triton.jit
 def _bits(raw, F: tl.constexpr):
-    """A float's bits without the sign; of what is no float, 0."""
+    """A float's bits without the sign."""
     if F.bits == 32:
         magnitude = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     elif F.bits == 16:
@@ -440,7 +440,7 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
 
 @triton.jit
 def _finish(
-    parts, counters, group, member, programs, groups, head, size, row,
+    parts, counters, group, programs, groups, head, size, row,
     F: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """What a program does once its partial is written: nothing, unless it is the last.
@@ -492,9 +492,7 @@ def accumulate_one(
     _span(x, start, stop, parts + program * _PARTIAL, LANES, F, PACKED)
     where = tl.where(head == 0, x.to(tl.int64), head).to(tl.pointer_type(F.element))
     groups = (programs + _GROUP - 1) // _GROUP
-    _finish(
-        parts, counters, program // _GROUP, program, programs, groups, where, size, row, F, MERGE
-    )
+    _finish(parts, counters, program // _GROUP, programs, groups, where, size, row, F, MERGE)
 
 
 @triton.jit(do_not_specialize=["parts", "counters", "chunks", "rows"])
@@ -530,6 +528,4 @@ def accumulate_many(
     stop = tl.minimum(start + chunks * CHUNK, size)
     own = parts + (first + above) * _PARTIAL
     _span(x, start, stop, own + member * _PARTIAL, LANES, F, PACKED)
-    _finish(
-        own, counters + above, member // _GROUP, member, programs, groups, x, size, row, F, MERGE
-    )
+    _finish(own, counters + above, member // _GROUP, programs, groups, x, size, row, F, MERGE)
