@@ -64,7 +64,7 @@ class Shape(NamedTuple):
 
 
 SHAPE = Shape()
-INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=4, careful_lanes=64, careful_each=4)
+INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=3, careful_lanes=64, careful_each=4)
 
 
 def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:

@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 SHAPE = Shape()
-INTERPRETED = Shape(lanes=16, tile=64, spans=4)
+INTERPRETED = Shape(lanes=32, tile=256, spans=3)
 
 
 class Distances:
