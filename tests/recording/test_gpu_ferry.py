@@ -119,7 +119,8 @@ def test_a_forward_waits_for_nothing(tmp_path) -> None:
     for name, module in net.named_modules():
         module.register_forward_hook(lambda m, a, out, n=name: kept.__setitem__(n, out.clone()))
     with torch.no_grad(), tap.record(net, tmp_path / "r", layers="all", inputs=True) as rec:
-        net(ids)  # kernels are compiled, memory is pinned
+        net(ids)
+        rec.flush()  # kernels are compiled, memory is pinned
         rec.step()
         torch.cuda.synchronize()
         torch.cuda._sleep(BUSY)
