@@ -181,7 +181,8 @@ def measure(
 ) -> Measured:
     """Interleave the variants for about so many seconds; one that raises is left out and said.
 
-    The first call of each, which compiles kernels and pins memory, is timed by itself.
+    The first call of each, which compiles kernels and pins memory, is timed by itself. With `warm`
+    0 there are no such calls and `least` rounds: for what takes seconds and is warm already.
     """
     found = Measured(lost=dict(lost or {}))
     settle = dict(after or {})
@@ -189,7 +190,7 @@ def measure(
     expected = 0.0
     for name, call in variants.items():
         took = attempt(
-            lambda name=name, call=call: _warm(call, settle.get(name, _nothing), max(1, warm)),
+            lambda name=name, call=call: _warm(call, settle.get(name, _nothing), warm),
             found.lost,
             name,
         )
@@ -197,7 +198,7 @@ def measure(
             usable[name] = call
             found.first[name] = took[0]
             expected += took[-1] * repeat
-    found.rounds = max(least, min(most, int(seconds / expected) if expected else most))
+    found.rounds = max(least, min(most, int(seconds / expected) if expected else least))
     try:
         found.timings = interleave(
             usable, rounds=found.rounds, warmup=0, repeat=repeat, after=settle
@@ -209,7 +210,7 @@ def measure(
 
 def _warm(call: Callable[[], object], settle: Callable[[], object], times: int) -> list[float]:
     """Seconds of each of the first calls; of the last one with what it leaves to others."""
-    took = []
+    took = [] if times else [0.0]
     for turn in range(times):
         start = time.perf_counter()
         call()

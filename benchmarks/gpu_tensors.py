@@ -37,7 +37,8 @@ def recording(setting: Setting) -> list[Table]:
         plain = Forward(setting, model, ids)
         slow = {"plain": plain, "copying": Forward(setting, copied, ids)}
         brief = setting.seconds(2)
-        found[shape.name, "slow"] = measure(slow, seconds=brief, warm=1, most=5, least=1)
+        warm = 0 if _large(shape) else 1
+        found[shape.name, "slow"] = measure(slow, seconds=brief, warm=warm, most=5, least=1)
         for place, folder in places.items():
             others = {"again": Forward(setting, model, ids)}
             if place == "/dev/shm" and careful is not None:
@@ -79,14 +80,14 @@ def _record_to(
     more = torch.cuda.max_memory_allocated() - before if setting.cuda else 0
     attempt(own.settle, lost, "ours")
     kept = {name: forward for name, forward in kept.items() if name not in lost}
-    large = shape.batch * shape.length >= 1 << 14
+    large = _large(shape)
     try:
         found = measure(
             {"plain": plain, **kept},
-            seconds=setting.seconds(14 if large else 6),
-            most=5 if large else 25,
-            least=2 if large else 3,
-            warm=1 if large else 2,
+            seconds=setting.seconds(6),
+            most=25,
+            least=3,
+            warm=0 if large else 2,
             repeat=shape.repeat,
             after={"ours": own.settle},
             lost=lost,
@@ -108,6 +109,11 @@ def _record_to(
     if setting.cuda:
         said += f"; {more / 1e6:.0f} MB of device memory beside the plain forward's"
     return found, speed, [f"{said}."]
+
+
+def _large(shape: Shape) -> bool:
+    """Whether a forward leaves so much behind that a disk takes seconds: few rounds."""
+    return shape.batch * shape.length >= 1 << 14
 
 
 def _peak(forward: Forward) -> int:
