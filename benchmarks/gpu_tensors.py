@@ -35,6 +35,7 @@ def recording(setting: Setting) -> list[Table]:
     for shape in columns:
         ids = tokens(setting, shape)
         plain = Forward(setting, model, ids)
+        plain()
         slow = {"plain": plain, "copying": Forward(setting, copied, ids)}
         brief = setting.seconds(2)
         warm = 0 if _large(shape) else 1
