@@ -134,7 +134,7 @@ def test_activations(dtype: torch.dtype, kind: str) -> None:
 def test_groups_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """More programs than one group has: partials of partials."""
     monkeypatch.setattr(triton_summary, "_LANES", 1)
-    monkeypatch.setattr(triton_summary, "_most_programs", lambda index: 2 * GROUP + 5)
+    monkeypatch.setattr(triton_summary, "_most_programs", lambda index: 8 * GROUP)
     monkeypatch.setattr(triton_summary, "_SCRATCH", {})
     x = torch.randn((2 * GROUP + 2) * 16 + 5).mul(3).add(100)
     x[:40], x[-1] = 0.0, math.nan

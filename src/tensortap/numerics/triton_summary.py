@@ -258,13 +258,21 @@ def _at(tensor: torch.Tensor) -> Any:
 
 
 def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
-    """How many programs read a tensor of this size, and how many chunks each of them."""
+    """How many programs read a tensor of this size, and how many chunks each of them.
+
+    What is left to do once everything is read grows with the number of programs; so they are as
+    many as can run at a time only where there is enough to read.
+    """
     chunk = _LANES * form.steps * form.each
-    most = _most_programs(index)
-    if size <= 2 * GROUP * chunk:  # a second chunk costs less than groups of groups
+    total, most = -(-size // chunk), _most_programs(index)
+    if total <= 2 * GROUP:  # a second chunk costs less than groups of groups
         most = min(most, GROUP)
-    chunks = -(-size // (chunk * most))
-    return -(-size // (chunk * chunks)), chunks
+    elif total <= 3 * most:
+        most = max(1, most * 2 // 7)
+    elif total <= 9 * most:
+        most = max(1, most * 4 // 7)
+    chunks = -(-total // most)
+    return -(-total // chunks), chunks
 
 
 @cache
