@@ -100,6 +100,8 @@ class Carrier(Place):
                 self._unsuited.setdefault(str(error).splitlines()[0])
                 return work(HERE)
             self._forget()
+            if self.device.type == "cuda":  # what nobody uses is given back to who needs it
+                torch.cuda.empty_cache()
         self._no_room += 1
         return work(HERE)
 
@@ -173,13 +175,11 @@ class Carrier(Place):
             self._bytes -= load.nbytes
 
     def _forget(self) -> None:
-        """Hold nothing, and give the device's memory back to whoever needs it."""
+        """Hold nothing."""
         for load in self._held.values():
             load.settle()
         self._held.clear()
         self._bytes = 0
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 @dataclass(eq=False)
