@@ -50,7 +50,7 @@ def comparing(setting: Setting) -> list[Table]:
     if not setting.cuda:
         del variants["cuda"]
         lost["cuda"] = "it needs a CUDA device"
-    found = measure(variants, seconds=setting.seconds(4), most=5, least=2, lost=lost)
+    found = measure(variants, seconds=setting.seconds(4), most=5, least=3, warm=1, lost=lost)
     table = Table(
         f"`tensortap compare` of two recordings in memory, {nbytes / 2e9:.1f} GB each in bf16",
         ("of the CPU's time", "speed", "time"),

@@ -102,7 +102,7 @@ def watching(setting: Setting) -> list[Table]:
 def _steps(setting: Setting, kind: str) -> tuple[Measured, list[str]]:
     lost: dict[str, str] = {}
     runs: dict[str, Training] = {}
-    wanted = {"plain": None, "again": None, **WATCHES}
+    wanted = {"plain": None, **WATCHES}
     if kind == "compiled" and not setting.tiny:  # each of them compiles
         lost = dict.fromkeys((SPARSE,), "left out, since compiling takes so long")
         del wanted[SPARSE]
@@ -116,8 +116,9 @@ def _steps(setting: Setting, kind: str) -> tuple[Measured, list[str]]:
         )
         if made is not None:
             runs[name] = made
+    again = {"again": runs["plain"]} if "plain" in runs else {}
     found = measure(
-        runs,
+        {**runs, **again},
         seconds=setting.seconds(5),
         most=12,
         warm=3,
