@@ -236,6 +236,38 @@ def test_against_a_reference(tmp_path: Path) -> None:
     assert rec.failure is None and rec.comparison.same
 
 
+class Slices(nn.Module):
+    """Gives away what does not lie side by side, or begins somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.rest, self.whole, self.none = (nn.Identity() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        self.even(x[:, ::2])
+        self.rest(x.reshape(-1)[1:])
+        self.none(x[:0])
+        return self.whole((x * 100).to(torch.int64))
+
+
+def test_values_of_any_kind(tmp_path: Path) -> None:
+    model, data = Slices(), batches(3)
+    wanted = eager(model, tmp_path / "eager", data, keep="summary")
+    x = data[0].clone()
+    path = tmp_path / "own"
+    with torch.no_grad(), tap.record(model, path, layers="all", keep="summary") as rec:
+        graph, _ = capture(model, x)
+        for batch in data:
+            x.copy_(batch)
+            graph.replay()
+            rec.step()
+    assert rec.failure is None
+    own = tap.open(path)
+    assert own.manifest.skipped == wanted.manifest.skipped
+    assert_same(own, wanted)
+
+
 def test_graphed_callables(tmp_path: Path) -> None:
     model, data = stack(), batches(3)
     wanted = eager(model, tmp_path / "eager", data, keep="summary", layers="blocks.1.*")

@@ -156,7 +156,8 @@ class Captures:
             return
         try:
             found.events += self._left()
-            found.plain = _plain(self._sink, found)
+            if not self._ports.inputs:  # with which a call may have begun in another graph
+                found.plain = _plain(self._sink, found)
             if found.block is not None:
                 device = found.block.device
                 block, used = self._free[device]
@@ -232,7 +233,10 @@ class Captures:
                     f"its CUDA graph holds more than {found.rows} values; capture it again"
                 )
             scratch = found.scratch if _stream(tensor.device) == found.stream else None
-            on_device.fill_on(tensor.detach(), found.block[found.first + found.rows], scratch)
+            values = tensor.detach()
+            if not values.is_contiguous() or values.data_ptr() % 16:  # what every kernel can read
+                values = values.clone(memory_format=torch.contiguous_format)
+            on_device.fill_on(values, found.block[found.first + found.rows], scratch)
         part.row = found.rows
         found.rows += 1
         return part
