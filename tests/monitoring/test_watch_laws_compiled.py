@@ -25,6 +25,8 @@ from watch_truth import (
 
 import tensortap as tap
 
+OLD = torch.__version__ < "2.12"
+
 TOLERANCE = {"eager": 1e-6, "aot_eager": 1e-5, "inductor": 1e-4}
 
 
@@ -148,6 +150,7 @@ def test_a_shared_layer_is_recorded_call_by_call(path: Path) -> None:
     assert_recorded(path, wanted, TOLERANCE["aot_eager"])
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11 traces no gradient hook of what is written in place")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_what_is_done_in_place_afterwards_is_not_recorded(path: Path, backend: str) -> None:
     torch.manual_seed(0)
@@ -280,6 +283,7 @@ def test_no_recompilation_behind_autograd(path: Path, backend: str) -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.skipif(OLD, reason="torch 2.11 puts nodes of its own beside a gradient hook's")
 def test_no_more_nodes_than_taps(path: Path) -> None:
     """The graph is the plain one and a call for each tap, forward and backward."""
 
