@@ -36,7 +36,7 @@ Table = NDArray[np.float64]
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.Buffer)
 _COPY_LIMIT = 1 << 26  # elements of a view that are put in order at once
 _MOST = (64, 512, 2048)  # spans of a small, a middling and a large pair
-_FINDERS = 256  # that look for the largest difference
+_FINDERS = 1024  # that look for the largest difference
 _PENDING = 64  # rows that wait on the device to be fetched together
 _HUGE = 1e30  # tolerances that float32 is not asked about
 
@@ -56,6 +56,7 @@ class Shape(NamedTuple):
     lanes: int = 128
     warps: int = 4
     unroll: int = 2
+    unroll_words: int = 4
     stages: int = 1
     per_sm: int = 15
     careful_lanes: int = 256
@@ -64,7 +65,7 @@ class Shape(NamedTuple):
 
 
 SHAPE = Shape()
-INTERPRETED = Shape(lanes=32, warps=1, unroll=2, per_sm=3, careful_lanes=64, careful_each=4)
+INTERPRETED = Shape(lanes=32, warps=1, unroll_words=2, per_sm=3, careful_lanes=64, careful_each=4)
 
 
 def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
@@ -124,6 +125,9 @@ def ordered_pieces(
     """Both flat and in order: as they are, or in copies of some times `width` elements."""
     left, right = reference.detach(), candidate.detach()
     whole = left.is_contiguous() and right.is_contiguous()
+    if whole and left.numel() and not (left.is_neg() or right.is_neg()):
+        yield left.view(-1), right.view(-1)
+        return
     limit = max(1, left.numel()) if whole else max(1, _COPY_LIMIT // width) * width
     for one, two in paired_pieces(left, right, limit):
         yield plain(one), plain(two)
@@ -162,13 +166,14 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     r, c = as_read(one), as_read(two)
     size = r.numel()
     each = min(8, 128 // min(left.bits, right.bits))
-    step = shape.lanes * each * shape.unroll
+    r_words, c_words, words = _in_words(r, c, left, right)
+    unroll = shape.unroll_words if words else shape.unroll
+    step = shape.lanes * each * unroll
     tiles = -(-size // (step * _most_programs(index, shape)))
     programs = -(-size // (step * tiles))
     span = tiles * step
     lanes, some = shape.careful_lanes, shape.careful_each
-    finders = min(_FINDERS, -(-span // (lanes * some)))
-    share = -(-span // finders)
+    finders = min(_FINDERS, -(-size // (lanes * some)))
     sizes = (len(PARTIAL) * programs, FOUND * finders, len(STATE))
     room = torch.empty(sum(sizes), dtype=torch.float64, device=r.device)
     table, found, row = torch.split(room, list(sizes))
@@ -176,13 +181,12 @@ def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> to
     careful = left.wide or right.wide or max(rtol, atol) > _HUGE
     if not careful:
         ptx = index >= 0 and torch.version.hip is None
-        r_words, c_words, words = _in_words(r, c, left, right)
         whole = (r, c, r_words, c_words, table, programs, size, tiles, *limits)
-        ways = (shape.lanes, each, shape.unroll, words, left, right, ptx, shape.stages)
+        ways = (shape.lanes, each, unroll, words, left, right, ptx, shape.stages)
         run(kernels.measure, index, programs, whole, ways, shape.warps)
     args = (r, c, table, programs, size, span, *limits)
     run(kernels.repair, index, programs, args, (lanes, some, left, right, careful))
-    search = (r, c, table, programs, found, size, span, share)
+    search = (r, c, table, programs, found, size, span)
     most = next(few for few in _MOST if programs <= few)
     run(kernels.locate, index, finders, search, (lanes, some, most, left, right))
     ends = (table, programs, found, finders, row, size)
@@ -197,10 +201,12 @@ def _in_words(
     """Two bfloat16 tensors as words of two each, where they can be."""
     if left.name != "bf16" or right.name != "bf16" or r.data_ptr() % 16 or c.data_ptr() % 16:
         return r, c, False
-    even = r.numel() // 2 * 2
-    if not even or r.storage_offset() % 2 or c.storage_offset() % 2:
+    size = r.numel()
+    if size < 2 or r.storage_offset() % 2 or c.storage_offset() % 2:
         return r, c, False
-    return r[:even].view(torch.int32), c[:even].view(torch.int32), True
+    if size % 2:
+        r, c = r[:-1], c[:-1]
+    return r.view(torch.int32), c.view(torch.int32), True
 
 
 def _bits(value: float) -> int:

@@ -372,7 +372,6 @@ def _repair(
     y0 = tl.full([LANES], least, tl.float64)
     d0 = tl.full([LANES], least, tl.float64)
     top = tl.full([LANES], -1.0, tl.float64)
-    peak = tl.zeros([LANES], tl.float64)
     cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for at in range(start, stop, LANES * EACH):
         x, y, there, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
@@ -391,7 +390,6 @@ def _repair(
         y0 = tl.maximum(y0, tl.max(tl.where(finite, y, least), 1))
         d0 = tl.maximum(d0, tl.max(tl.where(finite, d, least), 1))
         top = tl.maximum(top, tl.max(tl.where(finite, away, -1.0), 1))
-        peak = tl.maximum(peak, tl.max(away / (tl.abs(x) + 1e-8), 1))
     finite_count = tl.sum(good)
     agreeing = tl.sum(alike)
     disagreeing = (stop - start).to(tl.int32) - finite_count - agreeing
@@ -404,7 +402,6 @@ def _repair(
     tl.store(out + 2 * stride, disagreeing.to(tl.float64))
     tl.store(out + 3 * stride, (tl.sum(over) + disagreeing).to(tl.float64))
     tl.store(out + 4 * stride, (tl.sum((unlike != 0).to(tl.int32)) != 0).to(tl.float64))
-    tl.store(out + 17 * stride, tl.max(peak))
     tl.store(out + 18 * stride, tl.max(top).to(tl.float32).to(tl.float64))
     a1 = tl.zeros([LANES], tl.float64)
     a2 = tl.zeros([LANES], tl.float64)
@@ -418,6 +415,7 @@ def _repair(
     far = tl.zeros([LANES], tl.float64)
     big = tl.zeros([LANES], tl.float64)
     rel = tl.zeros([LANES], tl.float64)
+    peak = tl.zeros([LANES], tl.float64)
     for at in range(start, stop, LANES * EACH):
         x, y, there, finite = _pair(r, c, at, stop, LANES, EACH, R, C)
         x, y = tl.where(finite, x, 0.0), tl.where(finite, y, 0.0)
@@ -436,7 +434,9 @@ def _repair(
         rc += tl.sum(x * y, 1)
         far += tl.sum(tl.abs(d), 1)
         big += tl.sum(tl.abs(x), 1)
-        rel += tl.sum(tl.abs(d) / (tl.abs(x) + 1e-8), 1)
+        relative = tl.abs(d) / (tl.abs(x) + 1e-8)
+        rel += tl.sum(relative, 1)
+        peak = tl.maximum(peak, tl.max(relative, 1))
     n = tl.maximum(finite_count.to(tl.float64), 1.0)
     s_a, s_b, s_e = tl.sum(a1), tl.sum(b1), tl.sum(e1)
     tl.store(out + 5 * stride, x_shift + s_a / n)
@@ -451,31 +451,41 @@ def _repair(
     tl.store(out + 14 * stride, tl.sum(far))
     tl.store(out + 15 * stride, tl.sum(big))
     tl.store(out + 16 * stride, tl.sum(rel))
+    tl.store(out + 17 * stride, tl.max(peak))
     tl.store(out + 19 * stride, 2.0)
 
 
-@triton.jit(do_not_specialize=["parts", "stride", "found", "size", "span", "share"])
+@triton.jit(do_not_specialize=["parts", "stride", "found", "size", "span"])
 def locate(
-    r, c, parts, stride, found, size, span, share,
+    r, c, parts, stride, found, size, span,
     LANES: tl.constexpr, EACH: tl.constexpr, PROGRAMS: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """The largest |d| and its first place, from the spans that hold the largest float32 of it.
 
-    Each program takes its share of each of these spans. Where float32 says all, one is enough.
+    These are shared out among the programs, each to as many as there are for one. Where float32
+    says all, or there is no difference at all, the first of them is enough.
     """
     program = tl.program_id(0)
     each = tl.arange(0, PROGRAMS)
     cell = tl.arange(0, LANES)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     tops = tl.load(parts + 18 * stride + each, mask=each < stride, other=-1.0)
     most = tl.max(tops)
-    held = (tops == most) & (tops >= 0)
-    one = tl.min(tl.where(held, each, PROGRAMS))
+    held = ((tops == most) & (tops >= 0)).to(tl.int32)
+    number = tl.cumsum(held, 0) * held
+    spans = tl.sum(held)
+    if R.whole and C.whole:
+        spans = tl.minimum(spans, 1)
+    spans = tl.where(most > 0, spans, tl.minimum(spans, 1))
+    sharing = tl.maximum(tl.num_programs(0) // tl.maximum(spans, 1), 1)
+    groups = tl.num_programs(0) // sharing
+    share = (span + sharing - 1) // sharing
     best = tl.full([], -1.0, tl.float64)
     where = tl.full([], _NOWHERE, tl.int64)
-    while one < PROGRAMS:
-        start = one.to(tl.int64) * span + program * share
-        stop = tl.minimum(tl.minimum(start + share, (one.to(tl.int64) + 1) * span), size)
+    for turn in range(program // sharing, tl.where(program < groups * sharing, spans, 0), groups):
+        one = tl.sum(tl.where(number == turn + 1, each, 0)).to(tl.int64)
+        start = one * span + (program % sharing) * share
+        stop = tl.minimum(tl.minimum(start + share, (one + 1) * span), size)
         top = tl.full([LANES], -1.0, tl.float64)
         place = tl.full([LANES], _NOWHERE, tl.int64)
         for at in range(start, stop, LANES * EACH):
@@ -490,9 +500,6 @@ def locate(
         first = tl.min(tl.where(top == largest, place, _NOWHERE))
         where = tl.where(largest > best, first, where)
         best = tl.maximum(best, largest)
-        one = tl.min(tl.where(held & (each > one) & (tops > 0), each, PROGRAMS))
-        if R.whole and C.whole:
-            one = tl.maximum(one, PROGRAMS)
     out = found + program * 4
     tl.store(out, best)
     if best >= 0:
