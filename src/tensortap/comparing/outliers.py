@@ -112,7 +112,7 @@ def _scores(table: _Floats) -> _Floats:
     """
     energy = table[:, _ENERGY]
     usual = energy.mean()
-    rest = np.sort(energy)[: len(energy) - math.ceil(len(energy) / 10)]
+    rest = _least(energy, len(energy) - math.ceil(len(energy) / 10))
     if len(rest) and 0 < 10 * rest.mean() < usual:
         usual = rest.mean()
     scale = energy + usual
@@ -138,8 +138,13 @@ def _scatter(table: _Floats) -> _Floats:
 
 def _usual(scores: _Floats) -> float:
     """The score of a good place: of the lower three quarters, in which dead ones hardly count."""
-    low = np.sort(scores)[: len(scores) - len(scores) // 4]
+    low = _least(scores, len(scores) - len(scores) // 4)
     return float(np.sqrt(np.square(low).mean()))
+
+
+def _least(values: _Floats, count: int) -> _Floats:
+    """So many of the smallest, in any order: there may be a hundred thousand tokens."""
+    return np.partition(values, count - 1)[:count] if count else values[:0]
 
 
 def _outlier(axis: str, table: _Floats, other: _Floats | None, least: float) -> Outlier | None:
