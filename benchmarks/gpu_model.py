@@ -27,6 +27,8 @@ VOCABULARY = 32000
 class Shape:
     """Tokens of one forward; how often it runs within a timing, and the recorder's budget.
 
+    `weight`: how much longer to measure it, where the host's noise asks for more rounds.
+
     Half of a budget is the pool of pinned buffers. It must hold what a timing leaves behind faster
     than a disk can take it: 0.05, 0.8 and 6.2 GB a forward for the outputs of 62 layers.
     """
@@ -35,6 +37,7 @@ class Shape:
     length: int
     repeat: int = 1
     budget: int = 1 << 30
+    weight: float = 1.0
 
     @property
     def name(self) -> str:
@@ -42,7 +45,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape(1, 128, repeat=2),
+    Shape(1, 128, weight=2.5),
     Shape(1, 2048, budget=4 << 30),
     Shape(8, 2048, budget=16 << 30),
 )

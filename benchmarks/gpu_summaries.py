@@ -64,8 +64,8 @@ def summaries(setting: Setting) -> list[Table]:
         }
         quick[shape.name] = measure(
             variants,
-            seconds=setting.seconds(10),
-            most=25,
+            seconds=setting.seconds(10 * shape.weight),
+            most=40,
             repeat=shape.repeat,
             lost=missing,
             after={name: own.settle for name, own in recorded.items() if name in variants},

@@ -85,8 +85,8 @@ def _record_to(
     try:
         found = measure(
             {"plain": plain, **kept},
-            seconds=setting.seconds(6),
-            most=25,
+            seconds=setting.seconds(6 * shape.weight),
+            most=40,
             least=3,
             warm=0 if large else 2,
             repeat=shape.repeat,
@@ -108,7 +108,7 @@ def _record_to(
     first = kept["ours"].first
     said = f"once, the first forward took {first:.2f} s (pinning, kernels)"
     if setting.cuda:
-        said += f"; {more / 1e6:.0f} MB of device memory beside the plain forward's"
+        said += f"; {more / 1e6:.0f} MB of device memory at most beside the plain forward's"
     return found, speed, [f"{said}."]
 
 
