@@ -7,7 +7,9 @@ groups of programs are small, and inputs reach beyond them.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -206,6 +208,33 @@ def test_the_same_as_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.mean == pytest.approx(expected.mean, rel=1e-8)
     assert found.std == pytest.approx(expected.std, rel=1e-7)
     assert found.l2 == pytest.approx(expected.l2, rel=1e-7)
+
+
+def test_two_threads_that_meet_a_stream_share_its_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is bound into launches: one that is dropped would be written to all the same."""
+    both, make = threading.Barrier(2, timeout=20), triton_summary._own_scratch
+
+    def made(*args: int) -> triton_summary.Scratch:
+        both.wait()
+        return make(*args)
+
+    monkeypatch.setattr(triton_summary, "_SCRATCH", {})
+    monkeypatch.setattr(triton_summary, "_own_scratch", made)
+    with ThreadPoolExecutor(2) as pool:
+        one, two = pool.map(lambda _: triton_summary._scratch(-1), range(2))
+    assert one is two
+
+
+def test_under_another_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_summary, "_KERNELS", {})
+    monkeypatch.setattr(triton_summary, "_SCRATCH", {})
+    monkeypatch.setattr(triton_summary, "_WIDE_SCRATCH", {})
+    x, rows = torch.randn(40), torch.zeros(1, WIDTH, dtype=torch.float64)
+    with torch.device("meta"):
+        assert triton_summary.accumulate(x, rows[0], False)
+        assert_defines(Summary.from_row(rows[0].tolist()), x, BOUND)
+        assert triton_summary.accumulate_many([x], rows, False) == []
+    assert_defines(Summary.from_row(rows[0].tolist()), x, BOUND)
 
 
 def test_compiling_beforehand() -> None:

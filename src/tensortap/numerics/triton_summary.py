@@ -242,8 +242,9 @@ def _compiled(variant: _Variant) -> Entry:
             jit, args = kernels.accumulate_one, [parts, counters, 1, 1, 0, *ways, one, row]
         else:
             table = [0, one.data_ptr(), 1, 0, 1, 0]
-            entries = torch.tensor(table).pin_memory() if index >= 0 else torch.tensor(table)
-            entries = entries.to(device, non_blocking=True)
+            entries = torch.tensor(table, device="cpu")
+            if index >= 0:
+                entries = entries.pin_memory().to(device, non_blocking=True)
             jit, args = kernels.accumulate_many, [parts, counters, 1, *ways, entries, row]
         return entry(jit, 1, _stream(index), args, num_warps=_WARPS, maxnreg=_REGISTERS)
 
@@ -359,7 +360,8 @@ def _scratch(index: int, stream: int | None = None) -> Scratch:
             other: Any = torch.cuda.ExternalStream
             there = torch.cuda.stream(other(key[1], torch.device("cuda", index)))
         with there:
-            kept = _SCRATCH[key] = _own_scratch(index, _most_programs(index))
+            made = _own_scratch(index, _most_programs(index))
+        kept = _SCRATCH.setdefault(key, made)  # the first one stays, if two threads come at once
     return kept
 
 
