@@ -88,16 +88,28 @@ def made(driver: Any) -> Any:
     for name in ("launches", "captured", "fails"):
         number(driver, name).value = 0
     ctypes.c_void_p.in_dll(driver, "context").value = 7
-    table, slot = Table(), SimpleNamespace(calls=3, seen=10)
+    table, slot = Table(), SimpleNamespace(next_call=iter(range(3, 99)).__next__, seen=10)
     sink = SimpleNamespace(epoch=1, batch=2)
     like = torch.zeros(4, 8)
     streams = [5]
+    asked = SimpleNamespace(backward=-1, functions=0, dispatches=0)
     take = core.Shortcut(  # type: ignore[union-attr]
         driver._name, 99, 17, 128, 256, 5, [(8, 1111), (4, 22), (8, 0), (8, 0)], 2, 3,
-        torch.Tensor, like.shape, like.dtype, -1, lambda device: streams[-1], table, table.lock,
+        torch.Tensor, like.shape, like.dtype, -1, lambda device: streams[-1],
+        lambda: asked.backward, lambda: asked.functions, lambda: asked.dispatches, table,
+        table.lock,
         slot, sink, iter(range(100)).__next__, 42, 4, 184, 1 << 40,
     )  # fmt: skip
-    return SimpleNamespace(take=take, table=table, slot=slot, sink=sink, streams=streams)
+    state = SimpleNamespace(_sink=sink, _unfinished=None, _compiled=[], _in_graph=None)
+    return SimpleNamespace(
+        take=lambda output: take(output, state),
+        table=table,
+        slot=slot,
+        sink=sink,
+        streams=streams,
+        asked=asked,
+        state=state,
+    )
 
 
 def test_a_launch_gets_its_arguments_and_leaves_a_line(made: Any, driver: Any) -> None:
@@ -109,7 +121,7 @@ def test_a_launch_gets_its_arguments_and_leaves_a_line(made: Any, driver: Any) -
     assert number(driver, "shared_bytes").value == 256
     assert made.table.used == 1
     assert made.table.lines == [(0, (42, (0, 1, 2, 3)))]
-    assert (made.slot.calls, made.slot.seen) == (4, 11)
+    assert made.slot.seen == 11
     made.sink.batch = 9
     assert made.take(tensor)
     assert words(driver)[3] == (1 << 40) + 184
@@ -150,7 +162,32 @@ def test_whatever_is_out_of_the_ordinary_goes_the_long_way(made: Any, driver: An
     assert made.take(plain) is False
     assert number(driver, "launches").value == 0
     assert made.table.lines == []
-    assert made.slot.calls == 3
+    assert made.slot.next_call() == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("asked", "backward", 0),  # a forward that is computed again for a backward pass
+        ("asked", "functions", 1),
+        ("asked", "dispatches", 1),
+        ("state", "_sink", None),
+        ("state", "_unfinished", {0: 1}),
+        ("state", "_compiled", [1]),
+        ("state", "_in_graph", SimpleNamespace(open=True)),
+    ],
+)
+def test_what_is_under_way_is_not_missed(
+    made: Any, driver: Any, where: str, name: str, value: Any
+) -> None:
+    setattr(getattr(made, where), name, value)
+    assert made.take(torch.zeros(4, 8)) is False
+    assert number(driver, "launches").value == 0
+
+
+def test_a_graph_that_is_closed_is_no_hindrance(made: Any) -> None:
+    made.state._in_graph = SimpleNamespace(open=False)
+    assert made.take(torch.zeros(4, 8)) is True
 
 
 def test_a_launch_that_fails_is_an_error_and_leaves_no_line(made: Any, driver: Any) -> None:
@@ -169,7 +206,7 @@ def test_a_kernel_that_takes_other_arguments_is_refused(driver: Any, values: Any
     with pytest.raises(RuntimeError):
         core.Shortcut(  # type: ignore[union-attr]
             driver._name, 1, 1, 1, 1, 1, values, 2, 3, torch.Tensor, torch.Size([1]),
-            torch.float32, -1, lambda _: 1, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
+            torch.float32, -1, lambda _: 1, 0, 0, 0, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
         )  # fmt: skip
 
 
@@ -178,7 +215,7 @@ def test_there_may_be_no_driver() -> None:
     with pytest.raises(RuntimeError, match="driver"):
         core.Shortcut(  # type: ignore[union-attr]
             "/no/such/library.so", 1, 1, 1, 1, 1, [(8, 0)], 0, 0, torch.Tensor, torch.Size([1]),
-            torch.float32, -1, lambda _: 1, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
+            torch.float32, -1, lambda _: 1, 0, 0, 0, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
         )  # fmt: skip
 
 
@@ -186,15 +223,17 @@ def test_many_threads_leave_every_line_once(driver: Any) -> None:
     for name in ("captured", "fails"):
         number(driver, name).value = 0
     ctypes.c_void_p.in_dll(driver, "context").value = 7
-    table, slot = Table(), SimpleNamespace(calls=0, seen=0)
+    table, slot = Table(), SimpleNamespace(next_call=iter(range(9999)).__next__, seen=0)
     like, orders = torch.zeros(2, 2), iter(range(10_000))
     take = core.Shortcut(  # type: ignore[union-attr]
         driver._name, 99, 1, 1, 1, 5, [(8, 1), (4, 2), (8, 0), (8, 0)], 2, 3,
-        torch.Tensor, like.shape, like.dtype, -1, lambda device: 5, table, table.lock,
+        torch.Tensor, like.shape, like.dtype, -1, lambda device: 5,
+        lambda: -1, lambda: 0, lambda: 0, table, table.lock,
         slot, SimpleNamespace(epoch=0, batch=0), orders.__next__, 0, 10_000, 184, 0,
     )  # fmt: skip
+    state = SimpleNamespace(_sink=0, _unfinished=None, _compiled=[], _in_graph=None)
     threads = [
-        threading.Thread(target=lambda: [take(torch.zeros(2, 2)) for _ in range(500)])
+        threading.Thread(target=lambda: [take(torch.zeros(2, 2), state) for _ in range(500)])
         for _ in range(4)
     ]
     for thread in threads:

@@ -48,9 +48,11 @@ struct Names {
            *contiguous = interned("is_contiguous"), *negative = interned("is_neg"),
            *device = interned("get_device"), *address = interned("data_ptr"),
            *acquire = interned("acquire"), *release = interned("release"),
-           *send = interned("send"), *used = interned("used"), *calls = interned("calls"),
+           *send = interned("send"), *used = interned("used"), *calls = interned("next_call"),
            *seen = interned("seen"), *epoch = interned("epoch"), *batch = interned("batch"),
-           *lines = interned("lines");
+           *lines = interned("lines"), *sink = interned("_sink"),
+           *unfinished = interned("_unfinished"), *compiled = interned("_compiled"),
+           *in_graph = interned("_in_graph"), *open = interned("open");
 };
 
 const Names& names() {
@@ -67,6 +69,12 @@ nb::object asked(nb::handle of, PyObject* name) {
 nb::object called(nb::handle of, PyObject* name) {
   PyObject* self = of.ptr();
   PyObject* found = PyObject_VectorcallMethod(name, &self, 1, nullptr);
+  if (!found) throw nb::python_error();
+  return nb::steal(found);
+}
+
+nb::object answered(nb::handle question) {
+  PyObject* found = PyObject_CallNoArgs(question.ptr());
   if (!found) throw nb::python_error();
   return nb::steal(found);
 }
@@ -110,13 +118,15 @@ class Shortcut {
            unsigned threads, unsigned shared, std::uintptr_t stream,
            const std::vector<std::pair<int, std::uint64_t>>& values, std::size_t x,
            std::size_t row, nb::object type, nb::object shape, nb::object dtype, long device,
-           nb::object stream_of, nb::object table, nb::object lock, nb::object slot,
+           nb::object stream_of, nb::object backward, nb::object functions,
+           nb::object dispatches, nb::object table, nb::object lock, nb::object slot,
            nb::object sink, nb::object order, nb::object site, long rows, std::uint64_t row_bytes,
            std::uint64_t row_address)
       : function_(reinterpret_cast<void*>(function)), programs_(programs), threads_(threads),
         shared_(shared), stream_(stream), type_(std::move(type)), shape_(std::move(shape)),
         dtype_(std::move(dtype)), device_(device), stream_of_(std::move(stream_of)),
-        table_(std::move(table)), lock_(std::move(lock)), slot_(std::move(slot)),
+        backward_(std::move(backward)), functions_(std::move(functions)),
+        dispatches_(std::move(dispatches)), table_(std::move(table)), lock_(std::move(lock)), slot_(std::move(slot)),
         sink_(std::move(sink)), order_(std::move(order)), site_(std::move(site)), rows_(rows),
         row_bytes_(row_bytes), row_address_(row_address), index_(nb::int_(device)) {
     void* driver = dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL);
@@ -130,9 +140,19 @@ class Shortcut {
     lay_out(info, values, x, row);
   }
 
-  bool take(nb::handle output) {
+  // `state` is the tap: nothing may be under way that a shortcut would miss, no backward pass that
+  // computes this forward again, and no mode of the user's that would see what is asked here.
+  bool take(nb::handle output, nb::handle state) {
     if (reinterpret_cast<PyObject*>(Py_TYPE(output.ptr())) != type_.ptr()) return false;
     const Names& n = names();
+    if (asked(state, n.sink).is_none() || !asked(state, n.unfinished).is_none()) return false;
+    const int behind = PyObject_IsTrue(asked(state, n.compiled).ptr());
+    if (behind < 0) throw nb::python_error();
+    nb::object in_graph = asked(state, n.in_graph);
+    if (behind || (!in_graph.is_none() && asked(in_graph, n.open).ptr() != Py_False)) return false;
+    if (small(answered(backward_)) != -1 || small(answered(functions_)) != 0 ||
+        small(answered(dispatches_)) != 0)
+      return false;
     if (asked(output, n.dtype).ptr() != dtype_.ptr()) return false;
     const int same = PyObject_RichCompareBool(asked(output, n.shape).ptr(), shape_.ptr(), Py_EQ);
     if (same < 0) throw nb::python_error();
@@ -149,8 +169,7 @@ class Shortcut {
     if (capturing_(reinterpret_cast<void*>(stream_), &captured) || captured) return false;
     const std::uint64_t address = number(called(output, n.address));
     if (!address || address % 16) return false;
-    launched(address);
-    return true;
+    return launched(address);
   }
 
  private:
@@ -169,13 +188,14 @@ class Shortcut {
     if (count < values.size()) throw std::runtime_error("the kernel takes fewer arguments");
   }
 
-  void launched(std::uint64_t address) {
+  bool launched(std::uint64_t address) {
     const Names& n = names();
     Locked held(lock_);
     long used = small(asked(table_, n.used));
     if (used == rows_) {
       called(table_, n.send);
-      used = 0;
+      used = small(asked(table_, n.used));
+      if (used == rows_) return false;
     }
     const std::uint64_t row = row_address_ + used * row_bytes_;
     std::memcpy(arguments_.data() + x_, &address, 8);
@@ -193,15 +213,14 @@ class Shortcut {
     if (result)
       throw std::runtime_error("a launch failed with CUDA error " + std::to_string(result));
     set(table_, n.used, used + 1);
-    nb::object call = asked(slot_, n.calls);
-    set(slot_, n.calls, small(call) + 1);
+    nb::object call = answered(asked(slot_, n.calls));
     set(slot_, n.seen, small(asked(slot_, n.seen)) + 1);
-    nb::object turn = nb::steal(PyObject_CallNoArgs(order_.ptr()));
-    if (!turn.is_valid()) throw nb::python_error();
+    nb::object turn = answered(order_);
     nb::object moment =
         nb::make_tuple(turn, asked(sink_, n.epoch), asked(sink_, n.batch), call);
     nb::object line = nb::make_tuple(used, nb::make_tuple(site_, moment));
     if (PyList_Append(asked(table_, n.lines).ptr(), line.ptr())) throw nb::python_error();
+    return true;
   }
 
   Launch launch_;
@@ -215,7 +234,7 @@ class Shortcut {
   std::size_t x_ = 0, row_ = 0;
   nb::object type_, shape_, dtype_;
   long device_;
-  nb::object stream_of_, table_, lock_, slot_, sink_, order_, site_;
+  nb::object stream_of_, backward_, functions_, dispatches_, table_, lock_, slot_, sink_, order_, site_;
   long rows_;
   std::uint64_t row_bytes_, row_address_;
   nb::int_ index_;
@@ -230,12 +249,12 @@ void bind_shortcut(nb::module_& m) {
                     std::uintptr_t, const std::vector<std::pair<int, std::uint64_t>>&,
                     std::size_t, std::size_t, nb::object, nb::object, nb::object, long,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, long, std::uint64_t, std::uint64_t>(),
+                    nb::object, nb::object, nb::object, nb::object, long, std::uint64_t, std::uint64_t>(),
            "library"_a, "function"_a, "programs"_a, "threads"_a, "shared"_a, "stream"_a,
            "values"_a, "x"_a, "row"_a, "type"_a, "shape"_a, "dtype"_a, "device"_a, "stream_of"_a,
-           "table"_a, "lock"_a, "slot"_a, "sink"_a, "order"_a, "site"_a, "rows"_a, "row_bytes"_a,
+           "backward"_a, "functions"_a, "dispatches"_a, "table"_a, "lock"_a, "slot"_a, "sink"_a, "order"_a, "site"_a, "rows"_a, "row_bytes"_a,
            "row_address"_a)
-      .def("__call__", &Shortcut::take, "output"_a.none());
+      .def("__call__", &Shortcut::take, "output"_a.none(), "state"_a);
 }
 
 }  // namespace tensortap

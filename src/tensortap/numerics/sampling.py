@@ -52,15 +52,24 @@ def _picked(tensor: torch.Tensor, count: int) -> torch.Tensor:
     if not shape:
         picked = tensor.reshape(1)
     elif word is None or tensor.is_complex() or tensor.is_conj() or tensor.is_neg():
-        picked = tensor[_index(shape, count, tensor.device)]
+        picked = tensor[_index(shape, count, *_where(tensor))]
     else:  # as plain words: not every dtype can be indexed on a CPU
-        picked = tensor.view(word)[_index(shape, count, tensor.device)].view(tensor.dtype)
+        picked = tensor.view(word)[_index(shape, count, *_where(tensor))].view(tensor.dtype)
     return torch.view_as_real(plain(picked)).reshape(-1) if picked.is_complex() else picked
 
 
+def _where(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    """The device, and the stream in whose order copies and uses of an index stand."""
+    if not tensor.is_cuda:
+        return tensor.device, 0
+    return tensor.device, torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 @functools.lru_cache(maxsize=512)
-def _index(shape: tuple[int, ...], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """`positions` as tensors on a device, which are copied there once."""
+def _index(
+    shape: tuple[int, ...], count: int, device: torch.device, stream: int
+) -> tuple[torch.Tensor, ...]:
+    """`positions` as tensors on a device, which are copied there once a stream."""
     with torch.inference_mode(False):
         axes = (torch.from_numpy(axis) for axis in positions(shape, count))
         if device.type != "cuda":

@@ -127,9 +127,9 @@ class DeviceTable:
         """
         if not self.used or self._captured():
             return
-        lines, self.lines, used, self.used = self.lines, [], self.used, 0
         late = [ticket.sketch for ticket in self._open if ticket.sketch is not None]
-        host, sketches, ready = self._copy(used, [*self._sketches.values(), *late])
+        host, sketches, ready = self._copy(self.used, [*self._sketches.values(), *late])
+        lines, self.lines, self.used = self.lines, [], 0  # now that the copy has not failed
         known = dict(zip(self._sketches, sketches, strict=False))
         coming = iter(sketches[len(known) :])
         for ticket in self._open:
@@ -162,7 +162,7 @@ class DeviceTable:
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
 

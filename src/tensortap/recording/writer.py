@@ -246,11 +246,11 @@ class Writer:
         nbytes: int,
         key: tuple[int, int],
         site: int,
-        when: tuple[Callable[[], int], int, int, int],
+        when: tuple[Callable[[], int], int, int, Callable[[], int]],
     ) -> bool:
         """`take` and `line` at once, for a plain CUDA tensor, not while a graph is captured.
 
-        `key` is its device and stream, `when` the moment but for the order, which is asked for
+        `key` is its device and stream, `when` the moment, whose order and call are asked for
         only if the tensor is taken. False, with nothing done, where it must go the long way: no
         load is open for it, or it is not for the driver to copy.
         """
@@ -263,7 +263,8 @@ class Writer:
             if not load.keep_quickly(number, tensor, nbytes, ferry.cuda):
                 return False
             self._next_number = number + 1
-            load.lines.append(Line(site, (when[0](), *when[1:]), number))
+            order, epoch, batch, call = when
+            load.lines.append(Line(site, (order(), epoch, batch, call()), number))
             if not load.fits(nbytes):
                 self._ship(key)
         return True

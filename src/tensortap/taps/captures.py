@@ -272,8 +272,7 @@ class Captures:
             for start in range(0, found.rows, ROWS):
                 lines = []
                 for slot, site in found.plain[start : start + ROWS]:
-                    lines.append((site, (order(), epoch, batch, slot.calls)))
-                    slot.calls += 1
+                    lines.append((site, (order(), epoch, batch, slot.next_call())))
                     slot.seen += 1
                 first = found.first + start
                 table.put(found.block[first : first + len(lines)], lines)

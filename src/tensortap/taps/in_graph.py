@@ -288,7 +288,7 @@ class InGraph:
         if devices == {"cpu"} and not leaf:
             return lambda tensor: tensor.is_cpu and sink.output(slot, tensor)
         if devices == {"cuda"} and sink.has_shortcut:
-            take = shortcut(slot, sink, leaf)
+            take = shortcut(slot, sink, leaf).take
             return lambda tensor: self._on_own_stream(tensor) and take(tensor)
         return None
 

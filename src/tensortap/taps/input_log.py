@@ -1,7 +1,7 @@
 """What went into the model: a digest of every batch, to know two runs on the same inputs by.
 
-Inputs on a GPU are copied over without waiting for them; their digests are taken when they have
-arrived, or when somebody asks.
+Inputs on a GPU are copied without waiting for them: small ones on the device, to be fetched when
+somebody asks, large ones to the host, to be looked at when they have arrived.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["InputLog"]
 
 _MOST_IDS = 1 << 16
 _MOST_BATCHES = 64
+_SMALL = 1 << 20  # bytes of an input that is kept on its device
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 _Leaves = list[tuple[str, torch.Tensor | None]]
@@ -33,9 +34,10 @@ class _Batch:
 
     leaves: _Leaves
     events: list[Any]
+    there: bool = False  # whether some of it is still on a device
 
     def arrived(self) -> bool:
-        return all(event.query() for event in self.events)
+        return not self.there and all(event.query() for event in self.events)
 
 
 class InputLog:
@@ -150,21 +152,26 @@ def _fetched(leaves: _Leaves, *, waits: bool) -> _Batch:
     waits = waits or any(tensor is not None and tensor.is_cuda for _, tensor in leaves)
     fetched: _Leaves = []
     events: dict[torch.device, Any] = {}
+    there = False
     with torch.inference_mode(False), torch.no_grad():
         for leaf, tensor in leaves:
-            if tensor is not None and tensor.is_cuda and is_plain(tensor):
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            if tensor is None or not is_plain(tensor):
+                pass
+            elif tensor.is_cuda and tensor.nbytes <= _SMALL:
+                tensor, there = tensor.detach().clone(), True
+            elif tensor.is_cuda:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
                 host.copy_(tensor.detach(), non_blocking=True)
                 events[tensor.device] = None
                 tensor = host
-            elif tensor is not None and waits and is_plain(tensor):
+            elif waits:
                 tensor = tensor.detach().clone()
             fetched.append((leaf, tensor))
         for device in events:
             make: Any = torch.cuda.Event  # untyped in torch
             events[device] = make()
             events[device].record(torch.cuda.current_stream(device))
-    return _Batch(fetched, list(events.values()))
+    return _Batch(fetched, list(events.values()), there)
 
 
 def _capturing() -> bool:

@@ -9,6 +9,7 @@ out when something changes, and whatever is out of the ordinary goes the long wa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,48 +24,66 @@ __all__ = ["DRIVER", "Quick", "questions", "shortcut"]
 
 DRIVER = "libcuda.so.1"
 
-_Known = tuple[int, DeviceTable, Callable[[int, int], object], Any]
-
-_compiling = torch.compiler.is_compiling
+_compiling = torch.compiler.is_dynamo_compiling  # a constant to both: True while it traces
 _backward = torch._C._current_graph_task_id
 _functions = torch._C._len_torch_function_stack
 _dispatches = torch._C._len_torch_dispatch_stack
 
 
-def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor], bool]:
-    """Takes an output of this layer and says whether that was all there is to do."""
+class Way:
+    """How the last output of a layer went: in the core where that can be, else in Python."""
+
+    __slots__ = ("native", "take")
+
+    def __init__(self, take: Callable[[Any], bool] | None = None) -> None:
+        self.native: Any = None
+        self.take: Any = take
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was worked out for outputs of one shape and dtype on one stream."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: int
+    stream: int
+    site: int
+    table: DeviceTable
+    launch: Callable[[int, int], object]
+    native: Any
+
+
+def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
+    """Takes an output of this layer and says whether that was all there is to do.
+
+    Threads share it, each with outputs of its own: so a call works with one `_Known` from its
+    questions to its launch.
+    """
+    way = Way()
     known: dict[Any, _Known | None] = {}
     plain, order = torch.Tensor, sink.next_order
     stream_of, capturing, current = questions()
-    shape: torch.Size | None = None
-    dtype: torch.dtype | None = None
-    device = stream = site = -1
-    table: Any = None
-    launch: Any = None
-    native: Any = None  # the same as `take`, in the core
+    last: _Known | None = None
 
-    def learn(output: torch.Tensor, index: int) -> bool:
-        """Take up another shape, dtype or stream; False for what goes the long way."""
-        nonlocal shape, dtype, device, stream, site, table, launch, native
-        now = stream_of(index)
-        key = (output.shape, output.dtype, index, now)
+    def learn(output: torch.Tensor, index: int, stream: int) -> _Known | None:
+        """Take up another shape, dtype or stream; None for what goes the long way."""
+        nonlocal last
+        key = (output.shape, output.dtype, index, stream)
         if key not in known:
-            bound = on_device.lean(output, now)
-            if bound is None:
+            launch = on_device.lean(output, stream)
+            if launch is None:
                 known[key] = None
             else:
-                own, rows = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
-                known[key] = own, rows, bound, _native(output, now, slot, sink, rows, own)
+                site, table = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
+                native = _native(output, stream, slot, sink, table, site)
+                known[key] = _Known(*key, site, table, launch, native)
         found = known[key]
-        if found is None:
-            return False
-        shape, dtype, device, stream = key
-        site, table, launch, native = found
-        return True
+        if found is not None:
+            last, way.native = found, found.native
+        return found
 
     def take(output: Any) -> bool:
-        if native is not None and native(output):
-            return True
         if output.__class__ is not plain or not output.is_cuda or not output.is_contiguous():
             return False
         address = output.data_ptr()
@@ -73,27 +92,33 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Callable[[torch.Tensor],
         index = output.get_device()
         if index != current():  # whose launches need another context
             return False
+        stream, now = stream_of(index), last
         if (
-            output.shape != shape
-            or output.dtype is not dtype
-            or index != device
-            or stream_of(index) != stream
-        ) and not learn(output, index):
+            now is None
+            or output.shape != now.shape
+            or output.dtype is not now.dtype
+            or index != now.device
+            or stream != now.stream
+        ):
+            now = learn(output, index, stream)
+        if now is None:
             return False
+        table = now.table
         with table.lock:
+            if table.used == ROWS:
+                table.send()
             row = table.used
             if row == ROWS:
-                table.send()
-                row = 0
-            launch(address, table.address + row * ROW_BYTES)
+                return False
+            now.launch(address, table.address + row * ROW_BYTES)
             table.used = row + 1
-            call = slot.calls
-            slot.calls = call + 1
             slot.seen += 1
-            table.lines.append((row, (site, (order(), sink.epoch, sink.batch, call))))
+            moment = (order(), sink.epoch, sink.batch, slot.next_call())
+            table.lines.append((row, (now.site, moment)))
         return True
 
-    return take
+    way.take = take
+    return way
 
 
 def _native(
@@ -119,6 +144,9 @@ def _native(
             output.dtype,
             output.get_device(),
             questions()[0],
+            _backward,
+            _functions,
+            _dispatches,
             table,
             table.lock,
             slot,
@@ -139,17 +167,26 @@ class Quick(Listener):
     Not while something is under way that a shortcut would miss: `state` is the tap's.
     """
 
-    def __init__(self, listen: Callable[..., None], take: Callable[[Any], bool], state: Any):
+    def __init__(self, listen: Callable[..., None], way: Way, state: Any) -> None:
         super().__init__(listen)
-        self._take = take
+        self._way = way
         self._state = state
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        if _compiling():
-            super().__call__(module, args, output)
-            return
+        if not _compiling():
+            try:
+                native = self._way.native
+                if native is not None and native(output, self._state):
+                    return
+                if self._straight() and self._way.take(output):
+                    return
+            except Exception:  # the long way knows what to do about it
+                pass
+        super().__call__(module, args, output)
+
+    def _straight(self) -> bool:
         state = self._state
-        if not (
+        return not (
             state._sink is None
             or state._unfinished is not None
             or state._compiled
@@ -157,13 +194,7 @@ class Quick(Listener):
             or _backward() != -1
             or _functions()
             or _dispatches()
-        ):
-            try:
-                if self._take(output):
-                    return
-            except Exception:  # the long way knows what to do about it
-                pass
-        super().__call__(module, args, output)
+        )
 
 
 def questions() -> tuple[Callable[[int], int], Callable[[], bool], Callable[[], int]]:

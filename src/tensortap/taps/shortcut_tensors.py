@@ -7,43 +7,39 @@ is out of the ordinary goes the long way, which also begins a region.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .shortcut import questions
+from .shortcut import Way, questions
 from .sink import Sink, Slot
 
 __all__ = ["tensor_shortcut"]
 
 
-def tensor_shortcut(slot: Slot, sink: Sink) -> Callable[[Any], bool]:
+def tensor_shortcut(slot: Slot, sink: Sink) -> Way:
     """Takes an output of this layer and says whether that was all there is to do."""
     plain, keep, order = torch.Tensor, sink.writer.keep_quickly, sink.next_order
     stream_of, capturing, _ = questions()
-    shape: torch.Size | None = None
-    dtype: torch.dtype | None = None
-    device = site = -1
-    nbytes = 0
+    last: tuple[torch.Size, torch.dtype, int, int, int] | None = None
 
-    def learn(output: torch.Tensor, index: int) -> None:
-        nonlocal shape, dtype, device, site, nbytes
+    def learn(output: torch.Tensor, index: int) -> tuple[torch.Size, torch.dtype, int, int, int]:
+        nonlocal last
         site = sink.output_site(slot, output)
-        shape, dtype, device, nbytes = output.shape, output.dtype, index, output.nbytes
+        last = (output.shape, output.dtype, index, site, output.nbytes)
+        return last
 
     def take(output: Any) -> bool:
         if output.__class__ is not plain or not output.is_cuda or capturing():
             return False
-        index = output.get_device()
-        if output.shape != shape or output.dtype is not dtype or index != device:
-            learn(output, index)
-        call = slot.calls
-        when = (order, sink.epoch, sink.batch, call)
+        index, now = output.get_device(), last  # which another thread may replace meanwhile
+        if now is None or output.shape != now[0] or output.dtype is not now[1] or index != now[2]:
+            now = learn(output, index)
+        *_, site, nbytes = now
+        when = (order, sink.epoch, sink.batch, slot.next_call)
         if not nbytes or not keep(output, nbytes, (index, stream_of(index)), site, when):
             return False
-        slot.calls = call + 1
         slot.seen += 1
         return True
 
-    return take
+    return Way(take)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -56,8 +56,16 @@ class Slot:
     type: str
     alias: str | None = None
     provenance: Provenance = "hook"
-    calls: int = 0
     seen: int = 0
+    next_call: Callable[[], int] = field(init=False)
+    """The number of the next call in this step, which no other call gets."""
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Calls count from 0 again."""
+        self.next_call = itertools.count().__next__
 
 
 @dataclass(slots=True)
@@ -150,8 +158,7 @@ class Sink:
     def begin(self, slot: Slot) -> Call:
         """Count a call of this layer in the current step."""
         with self._lock:
-            call = Call(slot, self.epoch, self.batch, slot.calls)
-            slot.calls += 1
+            call = Call(slot, self.epoch, self.batch, slot.next_call())
             slot.seen += 1
         return call
 
@@ -160,7 +167,7 @@ class Sink:
         self.settle()
         self.epoch, self.batch = epoch, batch
         for slot in slots:
-            slot.calls = 0
+            slot.restart()
 
     def hold(
         self,
@@ -194,8 +201,7 @@ class Sink:
             return False
         site = self.output_site(slot, tensor)
         with self._lock:
-            call = slot.calls
-            slot.calls += 1
+            call = slot.next_call()
             slot.seen += 1
         try:
             self.writer.summarize(site, (next(self._order), self.epoch, self.batch, call), tensor)
