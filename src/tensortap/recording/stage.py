@@ -7,6 +7,7 @@ still on its way may be filled again: the stream then waits for the copy, the ho
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +89,15 @@ class Stage:
         self._idle.append(region)
 
     def clear(self) -> None:
-        """Give what is idle back to torch, which knows from us which streams may still use it."""
+        """Give what is idle back to torch, once it has been copied out.
+
+        Not by `used_by`: where the device has failed, torch ends the process over memory that
+        streams may still use.
+        """
         for region in self._idle:
-            self._drop(region)
+            with contextlib.suppress(Exception):
+                region.copied.synchronize()
+            self.owned -= region.capacity
         self._idle.clear()
 
     def _find(self, size: int) -> Region | None:
@@ -113,6 +120,7 @@ class Stage:
         return Region(memory)
 
     def _drop(self, region: Region) -> None:
+        """Give a region back that may still be on its way; torch is told which streams use it."""
         for stream in (self.side, *region.streams.values()):
             self._cuda.used_by(region.memory, stream)
         self.owned -= region.capacity
