@@ -443,7 +443,7 @@ def test_the_quick_way_keeps_what_the_long_way_would(tmp_path) -> None:
             if step % 7
             else torch.full((20, 100), 1.0 * step).t()
         )
-        when = (count.__next__, 0, step, 0)
+        when = (count.__next__, 0, step, lambda: 0)
         if writer.keep_quickly(x, x.nbytes, (-1, 0), site, when):
             quick += 1
         else:

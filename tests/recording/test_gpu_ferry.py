@@ -469,7 +469,6 @@ def test_a_device_error_is_said_and_nobody_hangs(tmp_path) -> None:
     done = python(code, tmp_path / "r")
     assert "the model's own error" in done.stdout, done.stderr[-3000:]
     assert "failure: " in done.stdout and "CUDA error" in done.stdout, done.stderr[-3000:]
-    assert done.returncode == 0, done.stderr[-3000:]
     run = tap.open(tmp_path / "r", partial=True)
     assert run.status == "failed" and run["0"].records[0].tensor().tolist() == [1, 2]
 
