@@ -282,3 +282,45 @@ def test_the_inputs_are_known_without_waiting(tmp_path: Path, stack: Stack) -> N
     ours = tap.open(tmp_path / "gpu").manifest.inputs
     assert ours["digest"] == tap.open(tmp_path / "cpu").manifest.inputs["digest"]
     assert ours["digest"] is not None
+
+
+@pytest.mark.parametrize("keep", ["summary", "sketch", "tensors"])
+def test_a_default_device_changes_nothing(tmp_path: Path, stack: Stack, keep: Any) -> None:
+    x = torch.randn(2, 4, 64, device="cuda")
+    expected = _as_hooks_see_it(stack, ["layers.0", "layers.3"], x)
+    torch.set_default_device("cuda")
+    try:
+        with tap.record(stack, tmp_path / "run", layers="blocks", keep=keep) as rec:
+            with torch.no_grad():
+                stack(x)
+    finally:
+        torch.set_default_device(None)
+    assert rec.failure is None
+    run = tap.open(tmp_path / "run")
+    assert len(run.records) == 4
+    for name, summary in expected.items():
+        _agree(run[name].summary, summary)
+
+
+def test_threads_with_shapes_of_their_own(tmp_path: Path, stack: Stack) -> None:
+    import threading
+
+    given = [torch.randn(2, n, 64, device="cuda") for n in (3, 17, 40)]
+    expected = [_as_hooks_see_it(stack, ["layers.0"], x)["layers.0"] for x in given]
+    with tap.record(stack, tmp_path / "run", layers="layers.0", keep="summary") as rec:
+
+        def work(x: torch.Tensor) -> None:
+            with torch.no_grad():
+                for _ in range(50):
+                    stack(x)
+
+        threads = [threading.Thread(target=work, args=(x,)) for x in given]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert rec.failure is None
+    records = tap.open(tmp_path / "run").records
+    assert sorted(record.call for record in records) == list(range(150))
+    for record in records:
+        _agree(record.summary, expected[[3, 17, 40].index(record.shape[1])])

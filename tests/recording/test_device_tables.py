@@ -143,3 +143,15 @@ def test_rows_of_a_graph_are_copied_as_they_are(heard: Heard, late: bool) -> Non
         table.send()
     assert len(heard.rows) == 2100
     assert all(row[0] == number for (number, _), row in heard.rows.items())
+
+
+def test_rows_whose_copy_fails_are_not_lost(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = DeviceTable(CPU, heard.put)
+    table.line(table.take(torch.ones(3)), line(0))
+    with monkeypatch.context() as broken:
+        broken.setattr(table, "_copy", lambda *_: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with table.lock, pytest.raises(RuntimeError):
+            table.send()
+    with table.lock:
+        table.send()
+    assert list(heard.rows) == [line(0)]

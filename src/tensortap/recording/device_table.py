@@ -154,11 +154,12 @@ class DeviceTable:
         if self.stream is None:
             return self.rows[:used].to("cpu", copy=True), [s.cpu() for s in sketches], None
         with torch.cuda.stream(self.stream), torch.inference_mode(False), torch.no_grad():
-            host = [_pinned(values) for values in (self.rows[:used], *sketches)]
+            host = _pinned(self.rows[:used])
+            together = _pinned(torch.cat(list(sketches))) if sketches else host.new_empty(0)
             make: Any = torch.cuda.Event  # untyped in torch
             ready = make()
             ready.record(self.stream)
-        return host[0], host[1:], ready
+        return host, list(together.split([len(sketch) for sketch in sketches])), ready
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:

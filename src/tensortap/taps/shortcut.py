@@ -23,6 +23,7 @@ from .sink import Sink, Slot
 __all__ = ["DRIVER", "Quick", "questions", "shortcut"]
 
 DRIVER = "libcuda.so.1"
+_MOST_KNOWN = 64  # shapes of a layer's output
 
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to both: True while it traces
 _backward = torch._C._current_graph_task_id
@@ -71,6 +72,8 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
         nonlocal last
         key = (output.shape, output.dtype, index, stream)
         if key not in known:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
             launch = on_device.lean(output, stream)
             if launch is None:
                 known[key] = None
