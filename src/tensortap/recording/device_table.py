@@ -159,7 +159,7 @@ class DeviceTable:
             make: Any = torch.cuda.Event  # untyped in torch
             ready = make()
             ready.record(self.stream)
-        return host, list(together.split([len(sketch) for sketch in sketches])), ready
+        return host, list(torch.split(together, [len(sketch) for sketch in sketches])), ready
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:
