@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(wildcard src/tensortap/native/*)
 
-.PHONY: demo test lint types check bench bench-monitor matrix pictures clean
+.PHONY: demo test lint types check bench bench-monitor bench-gpu matrix pictures clean
 
 # Set-up: a virtual environment with the package (editable, core compiled) and what the tests need.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
@@ -47,11 +47,16 @@ bench-monitor: $(STAMP)
 matrix: $(STAMP)
 	$(BIN)/python tools/matrix.py --jobs 2 --page docs/compiled.md
 
+# Needs a CUDA device; some four minutes.
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py
+
 # Remakes the pictures and the command reference under docs/.
 pictures: $(STAMP)
 	$(BIN)/python tools/pictures.py
 	$(BIN)/python tools/minimax_pictures.py
 	$(BIN)/python tools/quamba_pictures.py
+	$(BIN)/python tools/devices.py
 	$(BIN)/python tools/reference.py
 
 clean:
