@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -317,3 +319,31 @@ def test_graphs_of_torch_are_its_own_again(net: Net, ids: torch.Tensor, tmp_path
         net(ids)
     assert torch.cuda.CUDAGraph.replay is method
     assert not replays._ONLOOKERS
+
+
+def test_what_compiles_is_loaded_only_where_something_is_compiled(tmp_path: Path) -> None:
+    code = """
+import sys
+import torch
+import tensortap as tap
+
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.ones(2, 4)
+out = sys.argv[1]
+for inputs in (False, True):
+    with tap.record(model, f"{out}/{inputs}", layers="all", keep="summary", inputs=inputs) as rec:
+        model(x)
+        rec.step()
+    assert rec.failure is None
+print(sorted({"torch._dynamo", "torch._inductor", "triton"} & set(sys.modules)))
+with tap.record(model, f"{out}/late", layers="all", keep="summary") as rec:
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    run(x)
+    run(x)
+assert rec.failure is None
+print(sorted((r.layer, r.call) for r in tap.open(f"{out}/late").records))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    loaded, late = done.stdout.splitlines() or (done.stderr, "")
+    assert loaded == "[]"
+    assert late == str([(name, call) for name in ("", "0", "1") for call in (0, 1)])
