@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -347,3 +348,71 @@ print(sorted((r.layer, r.call) for r in tap.open(f"{out}/late").records))
     loaded, late = done.stdout.splitlines() or (done.stderr, "")
     assert loaded == "[]"
     assert late == str([(name, call) for name in ("", "0", "1") for call in (0, 1)])
+
+
+def test_a_thread_leaves_the_runs_of_others_alone(tmp_path: Path) -> None:
+    """One waits between the two tensors of a call while another runs the same graph."""
+    half_way, go_on = threading.Event(), threading.Event()
+
+    class Slow(torch.fx.Interpreter):
+        heard = 0
+
+        def run_node(self, node: torch.fx.Node) -> Any:
+            found = super().run_node(node)
+            if threading.current_thread().name == "slow" and "tensortap" in str(node.target):
+                self.heard += 1
+                if self.heard == 1:
+                    half_way.set()
+                    assert go_on.wait(20)
+            return found
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        return lambda *args: Slow(graph).run(*args)
+
+    model = Split()
+    run = compiled(model, backend)
+    with torch.no_grad(), tap.record(run, tmp_path / "run", layers="all", keep="summary") as rec:
+        run(None, torch.ones(2, 8))
+        slow = threading.Thread(target=lambda: run(None, torch.full((2, 8), 2.0)), name="slow")
+        slow.start()
+        assert half_way.wait(20)
+        run(None, torch.full((2, 8), 3.0))
+        rec.flush()
+        go_on.set()
+        slow.join()
+    assert rec.failure is None
+    calls: dict[tuple[str, int], set[str]] = {}
+    for found in tap.open(tmp_path / "run").records:
+        leaves = calls.setdefault((found.layer, found.call), set())
+        assert found.leaf not in leaves
+        leaves.add(found.leaf)
+    expected = {name: leaves for (name, call), leaves in calls.items() if call == 0}
+    assert any(len(leaves) > 1 for leaves in expected.values())
+    assert calls == {(name, call): expected[name] for name in expected for call in range(3)}
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_threads_lose_no_call(tmp_path: Path, inputs: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    run, before = compiled(model, "eager"), sys.getswitchinterval()
+
+    def some() -> None:
+        for _ in range(40):
+            run(torch.ones(2, 16))
+
+    with tap.record(run, tmp_path / "run", keep="summary", inputs=inputs) as rec:
+        run(torch.ones(2, 16))
+        threads = [threading.Thread(target=some) for _ in range(3)]
+        sys.setswitchinterval(1e-5)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    assert rec.failure is None
+    outputs = [(r.layer, r.call) for r in tap.open(tmp_path / "run").records if r.port == "output"]
+    names = {name for name, _ in outputs}
+    assert len(names) >= 8
+    assert sorted(outputs) == [(name, call) for name in sorted(names) for call in range(121)]

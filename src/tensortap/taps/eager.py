@@ -89,7 +89,7 @@ class EagerTap:
         self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
         self._restore: Callable[[], None] | None = None
         self._stashed_before = 0
-        self._given: dict[int, Any] = {}  # what compiled layers were given whose end is to come
+        self._given: dict[Any, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
         self._checked: set[int] = set()
         self._unfinished: dict[int, int] | None = None
@@ -182,7 +182,7 @@ class EagerTap:
 
     def detach(self) -> None:
         try:
-            self.drain()
+            self._drain_all()
             for place in self._places:
                 self._finish_interrupted(place)
         finally:
@@ -510,14 +510,21 @@ class EagerTap:
                 self._check_linear(index, self._given.pop(index, None), value)
             sink.emit(call, held)
 
+    def _drain_all(self) -> None:
+        """The same, and what other threads have left: nothing runs any more."""
+        if self._sink is not None and self._in_graph is not None and not replays.capturing():
+            self._in_graph.tell(everyone=True)
+        self.drain()
+
     def _check_heard(self, slot: Slot, port: Port, tensor: torch.Tensor) -> None:
         """The same of a value that is heard inside the graph, and kept until the layer ends."""
         if slot.index in self._checked or type(self._places[slot.index].module) is not nn.Linear:
             return
+        key = (slot.index, get_ident())
         if port == "input":
-            self._given[slot.index] = ((tensor.detach().clone(),), {})
+            self._given[key] = ((tensor.detach().clone(),), {})
         else:
-            self._check_linear(slot.index, self._given.pop(slot.index, None), tensor)
+            self._check_linear(slot.index, self._given.pop(key, None), tensor)
 
     def _check_linear(self, index: int, given: Any, output: Any) -> None:
         """That a compiled linear gives its input times its weight, where both were recorded."""
@@ -537,7 +544,7 @@ class EagerTap:
 
     def settle(self) -> None:
         """A step is over: forget hooks on graphs that are gone."""
-        self.drain()
+        self._drain_all()
         self._given.clear()
         self._grad_handles = [h for h in self._grad_handles if h.hooks_dict_ref() is not None]
         for place in self._places:

@@ -4,12 +4,14 @@ A hook that is traced by `torch.compile` puts an operator into the graph (`heari
 that is its own: each traced call of a layer has one, so a layer that a graph calls twice has two.
 When the graph runs, the operator takes the summary on the spot; the tensor is neither cloned nor
 handed out. A compiler may run operators in another order than the model calls its layers, so the
-calls are told of when the run is over, in the order in which they were traced.
+calls are told of when the run is over, in the order in which they were traced. It is over when all
+that was traced was heard, or else when its thread goes on to something else.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -91,6 +93,7 @@ class InGraph:
         self._check = check
         self._fail = fail
         self._of: list[_Traced] = []  # by number
+        self._size: Counter[str] = Counter()  # how many numbers a graph has
         self._inputs = False  # whether calls begin with an input
         self._in_order: set[str] = set()  # graphs that run as they were traced
         self._unsure: set[str] = set()  # graphs that broke off when we looked
@@ -106,8 +109,8 @@ class InGraph:
 
     @property
     def open(self) -> bool:
-        """Whether a graph has run whose calls are still to be told of."""
-        return bool(self._runs)
+        """Whether a graph has run in this thread whose calls are still to be told of."""
+        return bool(self._runs) and get_ident() in self._runs
 
     def close(self) -> None:
         self._sink = None
@@ -180,6 +183,7 @@ class InGraph:
                     _graph(), number, slot, port, texts, nothing, _places(leaves, rank)
                 )
                 self._of += [traced] * len(leaves)
+                self._size[traced.graph] += len(leaves)
             if not leaves and port == "output" and self._sink is not None:
                 slot.seen += 1  # nothing will be heard of it, as often as it runs
                 self._skip_absent(self._sink, traced)
@@ -213,31 +217,40 @@ class InGraph:
         traced, thread = self._of[number], get_ident()
         captured = tensor.is_cuda and capturing()
         run = self._runs.get(thread)
-        if (
-            run is None
-            or run.graph != traced.graph
-            or run.captured != captured
-            or (number in run.heard)
+        if run is not None and (
+            run.graph != traced.graph or run.captured != captured or number in run.heard
         ):
-            if run is not None:
-                self._end(thread)
-            run = self._runs[thread] = _Run(traced.graph, captured)
+            self._end(thread)
         leaf = traced.leaves[number - traced.number]
         if captured:
-            run.heard[number] = self._captures.heard(
-                traced.slot, traced.port, [(leaf, tensor)], told=False
-            )
+            event = self._captures.heard(traced.slot, traced.port, [(leaf, tensor)], told=False)
+            self._note(thread, traced.graph, captured, number, event)
             return
         with self._beside(tensor) if tensor.is_cuda else nullcontext():
-            run.heard[number] = sink.hold(traced.slot, traced.port, [(leaf, tensor)])
+            held = sink.hold(traced.slot, traced.port, [(leaf, tensor)])
+            known = self._note(thread, traced.graph, captured, number, held)
             if traced.graph in self._in_order:
                 self._tell_at_once(number, thread)
+            elif known == self._size[traced.graph]:
+                self._end(thread)
             if self._check is not None and not leaf:
                 self._check(traced.slot, traced.port, tensor)
 
-    def tell(self) -> None:
-        """The runs so far are over: tell of the calls in them."""
-        for thread in list(self._runs):
+    def _note(self, thread: int, graph: str, captured: bool, number: int, heard: Any) -> int:
+        """How much was heard in this thread's run, which another may have told of just now."""
+        with self._lock:
+            run = self._runs.get(thread)
+            if run is None:
+                run = self._runs[thread] = _Run(graph, captured)
+            run.heard[number] = heard
+            return len(run.heard)
+
+    def tell(self, *, everyone: bool = False) -> None:
+        """What ran in this thread is over, or in every one: tell of the calls in it.
+
+        Another thread may be in the middle of a run: what is told of by halves is two calls.
+        """
+        for thread in list(self._runs) if everyone else (get_ident(),):
             run = self._runs.get(thread)
             if run is not None and not run.captured:
                 self._end(thread)
@@ -251,7 +264,8 @@ class InGraph:
         return self._events.pop(thread, [])
 
     def _end(self, thread: int) -> None:
-        run, sink = self._runs.pop(thread, None), self._sink
+        with self._lock:
+            run, sink = self._runs.pop(thread, None), self._sink
         if run is None or sink is None:
             return
         for traced, values in self._calls(run):
@@ -274,14 +288,14 @@ class InGraph:
         Its operators run in the same order every time.
         """
         numbers = list(run.heard)
-        if self._inputs:
+        if self._inputs or len(numbers) < self._size[run.graph]:
             return
         if run.graph in self._in_order or run.graph in self._unsure or numbers != sorted(numbers):
             return
         if all(self._of[number].alone for number in numbers):
-            self._in_order.add(run.graph)
             for number in numbers:
                 self._quick[number] = self._quick_way(sink, self._of[number], run.heard[number])
+            self._in_order.add(run.graph)  # at last: other threads may be running it
 
     def _quick_way(self, sink: Sink, traced: _Traced, heard: list[Held]) -> Quick | None:
         slot, leaf = traced.slot, traced.leaves[0]
@@ -299,8 +313,8 @@ class InGraph:
             graph = self._of[number].graph
             self._in_order.discard(graph)
             self._unsure.add(graph)
-            for other in [n for n in self._quick if self._of[n].graph == graph]:
-                del self._quick[other]
+            for other in [n for n in list(self._quick) if self._of[n].graph == graph]:
+                self._quick.pop(other, None)
         self._end(thread)
 
     def _calls(self, run: _Run) -> Iterable[tuple[_Traced, list[Any]]]:
