@@ -2,8 +2,9 @@
 """Triton's side of triton_summary.py: spans of a tensor to partials, partials to a row.
 
 Every program takes a span of the tensor and leaves a partial (see `PARTIAL`). The one that
-finishes last in its group of programs reduces the group's partials to one, the one that finishes
-last of all reduces those: always the same ones in the same order, so the bits are always the same.
+finishes last reduces them all; where there are many, the last of each group of programs reduces the
+group's partials to one, and the last of all those. Always the same ones in the same order, so the
+bits are always the same.
 
 What bounds a kernel that reads two bytes a value is not the memory but the number of instructions.
 So a span is read in chunks, of which a lane (16 bytes wide) sees `F.steps` times as much. Within a
@@ -19,13 +20,17 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from tensortap.numerics.summary import COLUMNS, FIRST, WIDTH
+from tensortap.numerics.triton_launch import INTERPRETED
 
-__all__ = ["GROUP", "PARTIAL", "accumulate_many", "accumulate_one"]
+__all__ = ["GROUP", "PARTIAL", "WIDE", "accumulate_many", "accumulate_one"]
 
-GROUP = 32  # programs of which one reduces; a warp's width, so that no two warps need to talk
+# The interpreter is slow: there, few stand for many.
+GROUP = 8 if INTERPRETED else 32  # programs of which one reduces: a warp's width, which is quick
+WIDE = 8 if INTERPRETED else 256  # programs that need no groups
 PARTIAL = 16  # finite, nan, posinf, neginf, zeros, subnormal, saturated, mean, m2, min, max; unused
 
 _GROUP = tl.constexpr(GROUP)
+_WIDE = tl.constexpr(WIDE)
 _PARTIAL = tl.constexpr(PARTIAL)
 _BLOCK = tl.constexpr(16)  # chunks after which counts are moved, before they outgrow a half
 _MOMENTS = tl.constexpr(len(COLUMNS))
@@ -343,35 +348,51 @@ def _hypot(a, b, c):
 
 
 @triton.jit
-def _column(parts, there, NUMBER: tl.constexpr, OTHER: tl.constexpr):
+def _column(parts, there, NUMBER: tl.constexpr, W: tl.constexpr):
     """A column of partials. What other programs wrote is in the second cache, not in the first."""
-    place = tl.arange(0, _GROUP) * _PARTIAL + NUMBER
-    return tl.load(parts + place, mask=there, other=OTHER, cache_modifier=".cg")
+    place = tl.arange(0, W) * _PARTIAL + NUMBER
+    return tl.load(parts + place, mask=there, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _reduced(parts, many):
-    """Up to `_GROUP` partials as one: Chan's formula around one of the means, so that little
-    cancels.
-    """
-    there = tl.arange(0, _GROUP) < many
-    n = _column(parts, there, 0, 0.0)
-    mean = _column(parts, there, 7, 0.0)
-    m2 = _column(parts, there, 8, 0.0)
+def _all(
+    n, nans, ups, downs, zeros, small, full, s, q, least, most,
+    n2, nans2, ups2, downs2, zeros2, small2, full2, s2, q2, least2, most2,
+):  # fmt: skip
+    """Two partials' sums and limits as one's."""
+    return (
+        n + n2, nans + nans2, ups + ups2, downs + downs2, zeros + zeros2, small + small2,
+        full + full2, s + s2, q + q2, tl.minimum(least, least2), tl.maximum(most, most2),
+    )  # fmt: skip
+
+
+@triton.jit
+def _reduced(parts, many, W: tl.constexpr):
+    """Up to `W` partials as one: Chan's formula around one of the means, so that little cancels."""
+    there = tl.arange(0, W) < many
+    n = _column(parts, there, 0, W)
+    mean = _column(parts, there, 7, W)
+    m2 = _column(parts, there, 8, W)
+    least = _column(parts, there, 9, W)
+    most = _column(parts, there, 10, W)
+    nans = _column(parts, there, 1, W)
+    ups = _column(parts, there, 2, W)
+    downs = _column(parts, there, 3, W)
+    zeros = _column(parts, there, 4, W)
+    small = _column(parts, there, 5, W)
+    full = _column(parts, there, 6, W)
     some = n > 0
-    least = tl.min(tl.where(some, _column(parts, there, 9, 0.0), float("inf")))
-    most = tl.max(tl.where(some, _column(parts, there, 10, 0.0), float("-inf")))
-    nans = tl.sum(_column(parts, there, 1, 0.0))
-    ups = tl.sum(_column(parts, there, 2, 0.0))
-    downs = tl.sum(_column(parts, there, 3, 0.0))
-    zeros = tl.sum(_column(parts, there, 4, 0.0))
-    small = tl.sum(_column(parts, there, 5, 0.0))
-    full = tl.sum(_column(parts, there, 6, 0.0))
-    finite = tl.sum(n)
     centre = tl.max(tl.where(some, mean, float("-inf")))
     away = tl.where(some, mean - centre, 0.0)
-    rest = tl.sum(n * away) / tl.maximum(finite, 1.0)
-    m2 = tl.maximum(tl.sum(m2 + n * away * away) - finite * rest * rest, 0.0)
+    least = tl.where(some, least, float("inf"))
+    most = tl.where(some, most, float("-inf"))
+    finite, nans, ups, downs, zeros, small, full, s, q, least, most = tl.reduce(
+        (n, nans, ups, downs, zeros, small, full, n * away, m2 + n * away * away, least, most),
+        0,
+        _all,
+    )
+    rest = s / tl.maximum(finite, 1.0)
+    m2 = tl.maximum(q - s * rest, 0.0)
     mean = tl.where(finite > 0, centre + rest, 0.0)
     return finite, nans, ups, downs, zeros, small, full, mean, m2, least, most
 
@@ -379,19 +400,21 @@ def _reduced(parts, many):
 @triton.jit
 def _reduce_group(parts, many, out):
     """Leave the partial of a group of programs."""
-    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many)
+    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(
+        parts, many, _GROUP
+    )
     column = tl.arange(0, _PARTIAL)
     part = _packed(column, finite, nans, ups, downs, zeros, small, full, mean, m2, least, most)
     tl.store(out + column, part)
 
 
 @triton.jit
-def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr):
+def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr, W: tl.constexpr):
     """Reduce the last partials of a tensor of `size` elements; merge them into its row, or fill it.
 
     Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
     """
-    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many)
+    finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many, W)
     column = tl.arange(0, _PARTIAL)
     std = tl.sqrt(m2 / tl.maximum(finite, 1.0))
     l2 = tl.sqrt(m2 + finite * mean * mean)  # the kernels' formats have no squares beyond float64
@@ -449,20 +472,20 @@ def _finish(
     its groups, then one for all; they are 0 again afterwards, for the next launch on this stream.
     """
     tl.debug_barrier()
-    many = tl.minimum(programs - group * _GROUP, _GROUP)
-    if tl.atomic_add(counters + group, 1, sem="acq_rel") == many - 1:
-        tl.store(counters + group, 0)
-        first = parts + group * _GROUP * _PARTIAL
-        above = parts + programs * _PARTIAL
-        last = groups == 1
-        if groups > 1:
-            _reduce_group(first, many, above + group * _PARTIAL)
+    if programs <= _WIDE:
+        if tl.atomic_add(counters, 1, sem="acq_rel") == programs - 1:
+            tl.store(counters, 0)
+            _write(parts, programs, head, size, row, F, MERGE, _WIDE)
+    else:
+        many = tl.minimum(programs - group * _GROUP, _GROUP)
+        if tl.atomic_add(counters + group, 1, sem="acq_rel") == many - 1:
+            tl.store(counters + group, 0)
+            above = parts + programs * _PARTIAL
+            _reduce_group(parts + group * _GROUP * _PARTIAL, many, above + group * _PARTIAL)
             tl.debug_barrier()
-            last = tl.atomic_add(counters + groups, 1, sem="acq_rel") == groups - 1
-        if last:
-            tl.store(counters + groups, 0)
-            rest = tl.where(groups == 1, first, above)
-            _write(rest, tl.where(groups == 1, many, groups), head, size, row, F, MERGE)
+            if tl.atomic_add(counters + groups, 1, sem="acq_rel") == groups - 1:
+                tl.store(counters + groups, 0)
+                _write(above, groups, head, size, row, F, MERGE, _GROUP)
 
 
 @triton.jit(do_not_specialize=["parts", "counters", "size", "chunks", "head", "row"])

@@ -22,7 +22,7 @@ from tensortap.numerics import triton_kernels as kernels
 from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
 from tensortap.numerics.triton_formats import FORMATS, Format
-from tensortap.numerics.triton_kernels import GROUP, PARTIAL
+from tensortap.numerics.triton_kernels import GROUP, PARTIAL, WIDE
 from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry, handle_of
 
 __all__ = [
@@ -266,10 +266,8 @@ def _shares(index: int, form: Format, size: int) -> tuple[int, int]:
     """
     chunk = _LANES * form.steps * form.each
     total, most = -(-size // chunk), _most_programs(index)
-    if total <= 2 * GROUP:  # a second chunk costs less than groups of groups
-        most = min(most, GROUP)
-    elif total <= 3 * most:
-        most = max(1, most * 2 // 7)
+    if total <= 3 * most:
+        most = min(most, WIDE)
     elif total <= 9 * most:
         most = max(1, most * 4 // 7)
     chunks = -(-total // most)
