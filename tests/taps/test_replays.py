@@ -83,3 +83,20 @@ def test_who_wrapped_it_after_us_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     replays._unwrap(Graph)
     assert Graph.replay is theirs
     assert Graph().replay() == "replayed, twice wrapped"
+
+
+def test_a_replay_is_told_once_whoever_wrapped_it_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Graph, "replay", Graph.replay)
+    monkeypatch.setattr(replays, "_ONLOOKERS", [Onlooker()])
+    replays._wrap(Graph)
+    ours = Graph.replay
+    Graph.replay = lambda graph: ours(graph)  # type: ignore[method-assign]
+    replays._unwrap(Graph)
+    between = Graph()
+    between.replay()
+    assert between.done == ["replay"]
+    replays._wrap(Graph)
+    graph = Graph()
+    graph.replay()
+    replays._unwrap(Graph)
+    assert graph.done == ["replay", "told of a replay"]

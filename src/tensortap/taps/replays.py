@@ -42,6 +42,7 @@ class Onlooker(Protocol):
 _ONLOOKERS: list[Onlooker] = []
 _LOCK = threading.Lock()
 _BEFORE: dict[str, Callable[..., Any]] = {}
+_NOW: list[object] = []  # whose wrappers tell; those that somebody else has wrapped stay in place
 
 
 def capturing() -> bool:
@@ -69,11 +70,13 @@ def silence(onlooker: Onlooker) -> None:
 
 
 def _wrap(kind: Any) -> None:
+    token = object()
+    _NOW[:] = [token]
     for name in _METHODS:
         method = kind.__dict__.get(name)
         if method is not None:
             _BEFORE[name] = method
-            setattr(kind, name, _wrapped(name, method))
+            setattr(kind, name, _wrapped(name, method, token))
 
 
 def _unwrap(kind: Any) -> None:
@@ -81,12 +84,13 @@ def _unwrap(kind: Any) -> None:
         if getattr(kind.__dict__.get(name), "__wrapped__", None) is method:
             setattr(kind, name, method)  # else another wrapped ours: it passes everything on
     _BEFORE.clear()
+    _NOW.clear()
 
 
-def _wrapped(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(name: str, method: Callable[..., Any], token: object) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapper(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        onlookers = list(_ONLOOKERS)
+        onlookers = list(_ONLOOKERS) if token in _NOW else []
         if name == "replay":
             result = method(graph, *args, **kwargs)
             for onlooker in onlookers:
