@@ -8,6 +8,7 @@ computed: the calls that were captured are then gone through once more, as if th
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class Captures:
         self._fail = fail
         self.as_rows = sink.keep == "summary" and sink.judge is None and not sink.writer.histograms
         self._room = max(_ROOM, 8 * slots)
-        self._free: dict[torch.device, tuple[torch.Tensor, int]] = {}  # a block, rows in use
+        # A block a device and its rows in use; not here while a capture writes to it.
+        self._free: dict[torch.device, tuple[torch.Tensor, int]] = {}
+        self._lock = threading.Lock()
         self._now: dict[int, _Captured] = {}  # by thread
         self._graphs: weakref.WeakKeyDictionary[Any, _Captured] = weakref.WeakKeyDictionary()
         self._captured = 0  # graphs that hold something of ours
@@ -158,11 +161,7 @@ class Captures:
             found.events += self._left()
             if not self._ports.inputs:  # with which a call may have begun in another graph
                 found.plain = _plain(self._sink, found)
-            if found.block is not None:
-                device = found.block.device
-                block, used = self._free[device]
-                if block is found.block:
-                    self._free[device] = (block, max(used, found.first + found.rows))
+            self._give_back(found)
             clones = [part.clone for event in found.events for part in event.parts]
             _KEPT.setdefault(graph, []).append(clones)
             self._captured += bool(found.events)
@@ -172,18 +171,35 @@ class Captures:
     def _make_room(self, found: _Captured) -> None:
         """Rows and kernels before the capture begins: in it nothing is allocated or compiled."""
         device = torch.device("cuda", torch.cuda.current_device())
-        block, used = self._free.get(device, (None, 0))
-        if block is None or len(block) - used < self._room:
+        if self._borrow(found, device):
+            assert found.block is not None
+            for dtype in self._dtypes:  # of another one, torch makes the summaries
+                one = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
+                on_device.fill_on(one, found.block[0])
+        found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
+        torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
+
+    def _borrow(self, found: _Captured, device: torch.device) -> bool:
+        """Rows that nobody else writes to, another thread's capture included; are they new?"""
+        with self._lock:
+            block, used = self._free.pop(device, (None, 0))
+        fresh = block is None or len(block) - used < self._room
+        if fresh:
             with torch.inference_mode(False):
                 block = torch.empty(4 * self._room, WIDTH, dtype=torch.float64, device=device)
             used = 0
-            self._free[device] = (block, used)
-            for dtype in self._dtypes:  # of another one, torch makes the summaries
-                one = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
-                on_device.fill_on(one, block[0])
         found.block, found.first = block, used
-        found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
-        torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
+        return fresh
+
+    def _give_back(self, found: _Captured) -> None:
+        """The rows behind the last one of a graph are free again."""
+        if found.block is None:
+            return
+        device, used = found.block.device, found.first + found.rows
+        with self._lock:
+            other = self._free.get(device)
+            if other is None or len(other[0]) - other[1] < len(found.block) - used:
+                self._free[device] = (found.block, used)
 
     def heard(
         self,

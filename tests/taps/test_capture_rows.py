@@ -1,0 +1,62 @@
+"""Rows that CUDA graphs write to: each graph has its own, whoever captures at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensortap as tap
+from support import Net
+from tensortap.taps.captures import Captures, _Captured
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def captures(net: Net, tmp_path: Path) -> Iterator[Captures]:
+    with tap.record(net, tmp_path / "run", keep="summary") as rec:
+        yield rec.tap._captures  # type: ignore[attr-defined]
+
+
+def borrow(captures: Captures, rows: int) -> _Captured:
+    found = _Captured()
+    captures._borrow(found, CPU)
+    found.rows = rows
+    return found
+
+
+def span(found: _Captured) -> range:
+    """The addresses of its rows, as numbers of bytes."""
+    assert found.block is not None
+    first = found.block[found.first].data_ptr()
+    return range(first, first + found.rows * found.block[0].nbytes)
+
+
+def test_one_capture_behind_the_other_shares_a_block(captures: Captures) -> None:
+    one = borrow(captures, 5)
+    captures._give_back(one)
+    two = borrow(captures, 3)
+    captures._give_back(two)
+    assert one.block is two.block
+    assert span(two).start == span(one).stop
+
+
+def test_captures_at_the_same_time_share_no_row(captures: Captures) -> None:
+    one, two = borrow(captures, 5), borrow(captures, 7)
+    captures._give_back(two)
+    captures._give_back(one)
+    three = borrow(captures, 9)
+    spans = sorted([span(one), span(two), span(three)], key=lambda rows: rows.start)
+    assert all(a.stop <= b.start for a, b in pairwise(spans))
+
+
+def test_a_block_that_is_nearly_full_is_left(captures: Captures) -> None:
+    one = borrow(captures, 0)
+    assert one.block is not None
+    one.rows = len(one.block) - captures._room + 1
+    captures._give_back(one)
+    assert borrow(captures, 1).block is not one.block
