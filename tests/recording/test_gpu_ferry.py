@@ -375,14 +375,13 @@ def test_the_host_waits_for_room_and_for_nothing_else(tmp_path) -> None:
     """With room for everything, taking is quick although the device is busy."""
     writer = Writer(str(tmp_path / "r"), Manifest(), budget=1 << 30)
     x = torch.randn(1 << 18, device="cuda")
-    for order in range(100):
-        add(writer, order, x + order)
-    writer.flush()
     xs = [x + order for order in range(100)]
-    torch.cuda.synchronize()
-    torch.cuda._sleep(BUSY)
-    for order, tensor in enumerate(xs):
-        add(writer, 100 + order, tensor)
+    for start in (0, 100):  # first, memory is taken and pinned, for which CUDA may wait
+        writer.flush()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(BUSY)
+        for order, tensor in enumerate(xs):
+            add(writer, start + order, tensor)
     assert not torch.cuda.current_stream().query(), "somebody waited until the device was done"
     writer.close()
     assert writer.failure is None
