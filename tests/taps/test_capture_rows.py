@@ -36,6 +36,29 @@ def span(found: _Captured) -> range:
     return range(first, first + found.rows * found.block[0].nbytes)
 
 
+def test_graphs_from_before_are_named_though_every_layer_was_heard(
+    net: Net, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    with tap.record(net, tmp_path / "run", keep="summary") as rec:
+        net(ids)
+        found: Captures = rec.tap._captures  # type: ignore[attr-defined]
+        found.replayed(Captures)  # anything that it did not see captured
+        found.replayed(Captures)
+    (note,) = [note for note in tap.open(tmp_path / "run").manifest.notes if "CUDA graphs" in note]
+    assert "captured before this recording began were replayed 2 times" in note
+
+
+def test_a_dtype_that_nothing_can_be_cast_to_ends_no_capture(captures: Captures) -> None:
+    packed = getattr(torch, "float4_e2m1fn_x2", None)
+    if packed is None:
+        pytest.skip("this torch has no packed dtype")
+    captures._dtypes = [packed, torch.float32]
+    found = borrow(captures, 0)
+    captures._warm(found)
+    assert found.block is not None
+    assert found.block[0, 0] == 16  # the other one was summed up
+
+
 def test_one_capture_behind_the_other_shares_a_block(captures: Captures) -> None:
     one = borrow(captures, 5)
     captures._give_back(one)

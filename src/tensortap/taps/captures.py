@@ -120,9 +120,16 @@ class Captures:
         self._free.clear()
 
     def notes(self) -> list[str]:
-        """What a user should know about the graphs that were captured."""
+        """What a user should know about the graphs that were captured, or that were before."""
+        notes = []
+        if self.unknown:
+            times = "once" if self.unknown == 1 else f"{self.unknown} times"
+            notes.append(
+                f"CUDA graphs that were captured before this recording began were replayed {times}:"
+                " what runs in them cannot be heard. Capture them inside the with block."
+            )
         if not self._captured:
-            return []
+            return notes
         kept = "summed up" if self.as_rows else "cloned"
         graphs = "A CUDA graph was" if self._captured == 1 else f"{self._captured} CUDA graphs were"
         text = (
@@ -131,7 +138,7 @@ class Captures:
         )
         if self._ports.grads:
             text += " Gradients inside are not recorded."
-        return [text]
+        return [*notes, text]
 
     # While a graph is captured.
 
@@ -172,12 +179,20 @@ class Captures:
         """Rows and kernels before the capture begins: in it nothing is allocated or compiled."""
         device = torch.device("cuda", torch.cuda.current_device())
         if self._borrow(found, device):
-            assert found.block is not None
-            for dtype in self._dtypes:  # of another one, torch makes the summaries
-                one = torch.zeros(16, dtype=torch.float32, device=device).to(dtype)
-                on_device.fill_on(one, found.block[0])
+            self._warm(found)
         found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
         torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
+
+    def _warm(self, found: _Captured) -> None:
+        """Compile what the model's dtypes need; of another one, torch makes the summaries."""
+        block = found.block
+        assert block is not None
+        for dtype in self._dtypes:
+            try:
+                one = torch.zeros(16, dtype=torch.float32, device=block.device).to(dtype)
+            except (RuntimeError, TypeError):  # packed: nothing can be cast to it
+                continue
+            on_device.fill_on(one, block[0])
 
     def _borrow(self, found: _Captured, device: torch.device) -> bool:
         """Rows that nobody else writes to, another thread's capture included; are they new?"""

@@ -216,13 +216,6 @@ class EagerTap:
         fused = [s for s in silent if id(self._places[s.index].module) in self._fused]
         rest = [s for s in silent if s not in fused]
         reasons = [why_silent([s.name for s in fused])] if fused else []
-        unknown = 0 if self._captures is None else self._captures.unknown
-        if rest and unknown:
-            reasons.append(
-                f"CUDA graphs that were captured before this recording began were replayed "
-                f"{unknown} times: what runs in them cannot be heard. Capture them inside the "
-                "with block."
-            )
         return reasons, rest
 
     def describe(self) -> dict[str, Any]:
