@@ -74,7 +74,7 @@ def test_summaries_alone_keep_nothing_on_the_device(tmp_path) -> None:
         for _ in range(5):
             rec.step()
             net(ids)
-        assert torch.cuda.memory_allocated() == before
+        assert torch.cuda.memory_allocated() - before < 1 << 20  # the inputs, and nothing of layers
 
 
 def test_a_device_tensor_beyond_the_budget_is_brought_over_in_pieces(tmp_path) -> None:

@@ -149,29 +149,31 @@ def _fetched(leaves: _Leaves, *, waits: bool) -> _Batch:
 
     With `waits` there are others before them.
     """
-    waits = waits or any(tensor is not None and tensor.is_cuda for _, tensor in leaves)
+    sizes = [t.nbytes for _, t in leaves if t is not None and t.is_cuda and is_plain(t)]
+    waits = waits or bool(sizes)
+    there = bool(sizes) and max(sizes) <= _SMALL
     fetched: _Leaves = []
     events: dict[torch.device, Any] = {}
-    there = False
     with torch.inference_mode(False), torch.no_grad():
         for leaf, tensor in leaves:
-            if tensor is None or not is_plain(tensor):
-                pass
-            elif tensor.is_cuda and tensor.nbytes <= _SMALL:
-                tensor, there = tensor.detach().clone(), True
-            elif tensor.is_cuda:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-                host.copy_(tensor.detach(), non_blocking=True)
-                events[tensor.device] = None
-                tensor = host
-            elif waits:
-                tensor = tensor.detach().clone()
+            if tensor is not None and is_plain(tensor):
+                if tensor.is_cuda:
+                    events[tensor.device] = None
+                if tensor.is_cuda and not there:
+                    tensor = _pinned(tensor)
+                elif waits:
+                    tensor = tensor.detach().clone()
             fetched.append((leaf, tensor))
         for device in events:
             make: Any = torch.cuda.Event  # untyped in torch
             events[device] = make()
             events[device].record(torch.cuda.current_stream(device))
     return _Batch(fetched, list(events.values()), there)
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host.copy_(tensor.detach(), non_blocking=True)
 
 
 def _capturing() -> bool:

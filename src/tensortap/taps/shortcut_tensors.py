@@ -30,7 +30,9 @@ def tensor_shortcut(slot: Slot, sink: Sink) -> Way:
         return last
 
     def take(output: Any) -> bool:
-        if output.__class__ is not plain or not output.is_cuda or capturing():
+        if output.__class__ is not plain or not output.is_cuda or output.is_quantized:
+            return False
+        if capturing():
             return False
         index, now = output.get_device(), last  # which another thread may replace meanwhile
         if now is None or output.shape != now[0] or output.dtype is not now[1] or index != now[2]:
