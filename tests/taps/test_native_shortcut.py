@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tensortap.numerics.native import core
+from tensortap.taps.in_graph import _Idle
 
 pytestmark = pytest.mark.skipif(
     core is None or shutil.which("cc") is None or sys.platform != "linux",
@@ -103,6 +104,7 @@ def made(driver: Any) -> Any:
     state = SimpleNamespace(_sink=sink, _unfinished=None, _compiled=[], _in_graph=None)
     return SimpleNamespace(
         take=lambda output: take(output, state),
+        take_for=take,
         table=table,
         slot=slot,
         sink=sink,
@@ -188,6 +190,11 @@ def test_what_is_under_way_is_not_missed(
 def test_a_graph_that_is_closed_is_no_hindrance(made: Any) -> None:
     made.state._in_graph = SimpleNamespace(open=False)
     assert made.take(torch.zeros(4, 8)) is True
+
+
+def test_a_compiled_graph_may_take_it(made: Any) -> None:
+    assert made.take_for(torch.zeros(4, 8), _Idle(made.sink)) is True
+    assert made.table.used == 1
 
 
 def test_a_launch_that_fails_is_an_error_and_leaves_no_line(made: Any, driver: Any) -> None:

@@ -66,6 +66,16 @@ class _Run:
     heard: dict[int, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """What the core's shortcut asks of a tap, where nothing is under way that it would miss."""
+
+    _sink: Sink
+    _unfinished: None = None
+    _compiled: tuple[()] = ()
+    _in_graph: None = None
+
+
 class InGraph:
     """Speaks while graphs are traced, hears when they run."""
 
@@ -303,8 +313,15 @@ class InGraph:
         if devices == {"cpu"} and not leaf:
             return lambda tensor: tensor.is_cpu and sink.output(slot, tensor)
         if devices == {"cuda"} and sink.has_shortcut:
-            take = shortcut(slot, sink, leaf).take
-            return lambda tensor: self._on_own_stream(tensor) and take(tensor)
+            way, state = shortcut(slot, sink, leaf), _Idle(sink)
+
+            def quick(tensor: torch.Tensor) -> bool:
+                native = way.native  # which knows the stream that it was made on: ours
+                if native is not None and native(tensor, state):
+                    return True
+                return self._on_own_stream(tensor) and bool(way.take(tensor))
+
+            return quick
         return None
 
     def _tell_at_once(self, number: int, thread: int) -> None:
