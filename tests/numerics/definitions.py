@@ -111,7 +111,7 @@ def buckets_of(values: Sequence[float]) -> np.ndarray:
 
 
 def assert_defines(summary: Summary, tensor: torch.Tensor, bound: float = 1e-9) -> None:
-    """The summary is the one of this tensor, to within the bound of the design: a CPU's, or 1e-6."""
+    """The summary is this tensor's, to within the bound of the design: a CPU's, or 1e-6."""
     values = values_of(tensor)
     finite = [v for v in values if math.isfinite(v)]
     assert summary.count == len(values)
