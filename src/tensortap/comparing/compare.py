@@ -11,6 +11,7 @@ from ..numerics.difference import Difference
 from ..recording.reader import Layer, Record, Recording
 from ..recording.series import summary_table
 from ..selection.recorded import choose_layers
+from ..taps.unseen import unseen
 from .absent import Absences
 from .align import LayerPair, align
 from .causes.layer import explained
@@ -77,7 +78,7 @@ def compare(
     and compares them there: the same numbers. `progress` is told how many layers of how many are
     done.
     """
-    with placed(device) as place:
+    with placed(device) as place, unseen():
         return _compare(
             reference,
             candidate,

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import ComparisonError, OptionError, TapError
 from ..numerics.difference import METRICS
 from ..recording.html import table
+from ..taps.unseen import unseen
 from .checks import Run, opened
 from .mode_files import SUMMARY, comparison_file, comparison_text, save_files
 from .mode_folders import COMPARISONS, open_modes
@@ -169,7 +170,7 @@ def compare_modes(
     }
     rows = []
     warnings = []
-    with placed(device) as place:
+    with placed(device) as place, unseen():
         for done, item in enumerate(wanted):
             if isinstance(item.run, TapError):
                 rows.append(ModeRow(item.mode, item.path, problem=str(item.run)))
