@@ -114,8 +114,8 @@ class Cuda:
 
 def _driver(name: str, target: Any, source: Any) -> Callable[[int, int, int, int], int]:
     """A copy of the driver's: `copy(target, source, nbytes, stream)`, 0 if all is well."""
-    try:  # PyDLL: the call is so short that giving the GIL away would cost more
-        found = getattr(ctypes.PyDLL("libcuda.so.1"), name)
+    try:  # which gives the GIL away: the driver may block, and what it waits for may need Python
+        found = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):  # as on ROCm
         return lambda target, source, nbytes, stream: -1
     found.argtypes = [target, source, ctypes.c_size_t, ctypes.c_void_p]

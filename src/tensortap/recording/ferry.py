@@ -76,8 +76,9 @@ class Load:
         return True
 
     def _note(self, number: int, tensor: torch.Tensor, nbytes: int) -> None:
-        self.entries.append(Entry(number, tensor.dtype, tensor.shape, self.used, nbytes))
-        self.used += nbytes + -nbytes % ALIGNMENT
+        at, self.used = self.used, self.used + nbytes + -nbytes % ALIGNMENT
+        # An interrupt here leaves a hole, and never two tensors in one place.
+        self.entries.append(Entry(number, tensor.dtype, tensor.shape, at, nbytes))
 
 
 class Ferry:

@@ -225,8 +225,8 @@ class Writer:
             with self._lock:
                 load = ferry.loads.get(key)
                 if load is not None and load.fits(nbytes):
-                    load.keep(self._next_number, tensor, nbytes, ferry.cuda)
                     number = self._number()
+                    load.keep(number, tensor, nbytes, ferry.cuda)
                     if not load.fits(nbytes):
                         self._ship(key)
                     return number
@@ -259,10 +259,9 @@ class Writer:
             load = ferry.loads.get(key)
             if load is None or not load.fits(nbytes) or not self._takes():
                 return False
-            number = self._next_number
+            number = self._number()
             if not load.keep_quickly(number, tensor, nbytes, ferry.cuda):
                 return False
-            self._next_number = number + 1
             order, epoch, batch, call = when
             load.lines.append(Line(site, (order(), epoch, batch, call()), number))
             if not load.fits(nbytes):
