@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -416,7 +416,8 @@ def _plan(index: int, tensors: Sequence[torch.Tensor]) -> tuple[list[_Group], li
     )
     found = _PLANS.get(key)
     if found is not None:
-        _PLANS.move_to_end(key)
+        with suppress(KeyError):  # where another thread has dropped it meanwhile
+            _PLANS.move_to_end(key)
         return found
     left: list[int] = []
     members: dict[Format, list[tuple[int, int, int]]] = {}

@@ -7,6 +7,7 @@ somebody asks, large ones to the host, to be looked at when they have arrived.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,15 +53,20 @@ class InputLog:
         self._last: tuple[int, int] | None = None
         self._coming: list[_Batch] = []
         self._seen = 0
+        self._lock = threading.Lock()
 
     def see(
         self, moment: tuple[int, int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """The model's first call in a step; later ones (generation) are its own doing."""
-        if moment == self._last or self._seen >= _MOST_BATCHES or _capturing():
-            return
-        self._last = moment
-        self._seen += 1
+        with self._lock:
+            if moment == self._last or self._seen >= _MOST_BATCHES or _capturing():
+                return
+            self._last = moment
+            self._seen += 1
+            self._see(args, kwargs)
+
+    def _see(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves = [
             pair
             for key, item in (*enumerate(args), *sorted(kwargs.items()))
@@ -72,11 +78,12 @@ class InputLog:
 
     def settle(self) -> None:
         """Take what is still on its way."""
-        coming, self._coming = self._coming, []
-        for batch in coming:
-            for event in batch.events:
-                event.synchronize()
-            self._take(batch)
+        with self._lock:
+            coming, self._coming = self._coming, []
+            for batch in coming:
+                for event in batch.events:
+                    event.synchronize()
+                self._take(batch)
 
     def _take(self, batch: _Batch) -> None:
         try:

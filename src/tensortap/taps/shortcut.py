@@ -71,17 +71,16 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
         """Take up another shape, dtype or stream; None for what goes the long way."""
         nonlocal last
         key = (output.shape, output.dtype, index, stream)
-        if key not in known:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
+        found = known.get(key)
+        if found is None and key not in known:
             launch = on_device.lean(output, stream)
-            if launch is None:
-                known[key] = None
-            else:
+            if launch is not None:
                 site, table = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
                 native = _native(output, stream, slot, sink, table, site)
-                known[key] = _Known(*key, site, table, launch, native)
-        found = known[key]
+                found = _Known(*key, site, table, launch, native)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = found
         if found is not None:
             last, way.native = found, found.native
         return found
