@@ -11,9 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "from-the-documents.md").read_text()
 REFERENCE = (ROOT / "docs" / "commands.md").read_text()
 OURS = {"recipe.py", "target.py"}  # no script of a document
+FROM_DOCUMENTS = ("minimax_m2", "quamba")
 SCRIPTS = sorted(
     path.name
-    for path in (ROOT / "recipes").glob("*/*")
+    for folder in FROM_DOCUMENTS
+    for path in (ROOT / "recipes" / folder).glob("*")
     if path.is_file() and path.name not in OURS and (path.suffix in (".py", ".sh", ""))
     if not path.name.startswith(".")
 )
