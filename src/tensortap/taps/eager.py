@@ -183,18 +183,20 @@ class EagerTap:
     def detach(self) -> None:
         try:
             self._drain_all()
-            for place in self._places:
-                self._finish_interrupted(place)
+            self._finish_interrupted()
         finally:
             for handle in (*self._handles, *self._grad_handles):
                 handle.remove()
-            if self._handles and compiled.contains_compiled(self.model):
-                compiled.forget()
+            listened = bool(self._handles)
             self._handles.clear()
             self._kept_last.clear()
             self._grad_handles.clear()
-            self._leave_graphs()
-            self._sink = None
+            try:
+                if listened and compiled.contains_compiled(self.model):
+                    compiled.forget()
+            finally:
+                self._leave_graphs()
+                self._sink = None
 
     def _leave_graphs(self) -> None:
         if self._restore is not None:
@@ -293,7 +295,7 @@ class EagerTap:
                 if replays.capturing():
                     return
                 with unseen():
-                    self.drain()
+                    self._drain()
                     for listener in self._root_listeners:
                         listener(args, kwargs)
             except Exception as error:  # the model must not notice
@@ -372,7 +374,7 @@ class EagerTap:
         self, place: _Place, sink: Sink, leaves: list[tuple[str, torch.Tensor | None]]
     ) -> None:
         if self._behind:
-            self.drain()
+            self._drain()
         call = sink.begin(place.slot)
         held = []
         if self.ports.inputs or sink.judge is not None:
@@ -383,7 +385,7 @@ class EagerTap:
 
     def _leave(self, place: _Place, sink: Sink, output: Any) -> None:
         if self._behind:
-            self.drain()
+            self._drain()
         if self._short_way and isinstance(output, torch.Tensor) and sink.output(place.slot, output):
             return
         pending = place.pending.get(get_ident())
@@ -480,6 +482,17 @@ class EagerTap:
     # Keeping house.
 
     def drain(self) -> None:
+        self._safely(self._drain)
+
+    def _safely(self, act: Callable[[], None]) -> None:
+        """Do what nobody asked for but us, outside of the hooks."""
+        try:
+            with unseen():
+                act()
+        except Exception as error:  # the model must not notice, nor who says that a step is over
+            self._fail(error)
+
+    def _drain(self) -> None:
         sink = self._sink
         if sink is None or not self._behind or replays.capturing():
             return
@@ -507,7 +520,7 @@ class EagerTap:
         """The same, and what other threads have left: nothing runs any more."""
         if self._sink is not None and self._in_graph is not None and not replays.capturing():
             self._in_graph.tell(everyone=True)
-        self.drain()
+        self._drain()
 
     def _check_heard(self, slot: Slot, port: Port, tensor: torch.Tensor) -> None:
         """The same of a value that is heard inside the graph, and kept until the layer ends."""
@@ -537,21 +550,22 @@ class EagerTap:
 
     def settle(self) -> None:
         """A step is over: forget hooks on graphs that are gone."""
-        self._drain_all()
+        self._safely(self._drain_all)
         self._given.clear()
         self._grad_handles = [h for h in self._grad_handles if h.hooks_dict_ref() is not None]
+        self._safely(self._finish_interrupted)
         for place in self._places:
-            self._finish_interrupted(place)
             place.awaiting_grads.clear()
 
-    def _finish_interrupted(self, place: _Place) -> None:
+    def _finish_interrupted(self) -> None:
         """Calls that never ended, because the model raised, still have their inputs."""
-        stacks, place.pending = place.pending, {}
-        for stack in stacks.values():
-            while stack:
-                call, held = stack.pop()
-                if self._sink is not None:
-                    self._sink.emit(call, held)
+        for place in self._places:
+            stacks, place.pending = place.pending, {}
+            for stack in stacks.values():
+                while stack:
+                    call, held = stack.pop()
+                    if self._sink is not None:
+                        self._sink.emit(call, held)
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we record is what comes out behind theirs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +36,21 @@ class _Batch:
     leaves: _Leaves
     events: list[Any]
     there: bool = False  # whether some of it is still on a device
+    lost: bool = False  # the device failed before all of it was here
 
     def arrived(self) -> bool:
-        return not self.there and all(event.query() for event in self.events)
+        """Whether nobody need wait for it; what is lost will not come."""
+        return not self.there and self._ask(lambda event: bool(event.query()))
+
+    def wait(self) -> None:
+        self._ask(lambda event: event.synchronize() is None)
+
+    def _ask(self, question: Callable[[Any], bool]) -> bool:
+        try:
+            return all(question(event) for event in self.events)
+        except RuntimeError:  # a device that has failed: whoever runs on it is told by torch
+            self.lost = True
+            return True
 
 
 class InputLog:
@@ -81,11 +93,13 @@ class InputLog:
         with self._lock:
             coming, self._coming = self._coming, []
             for batch in coming:
-                for event in batch.events:
-                    event.synchronize()
+                batch.wait()
                 self._take(batch)
 
     def _take(self, batch: _Batch) -> None:
+        if batch.lost:
+            self.digests.append("unknown")
+            return
         try:
             self.digests.append(self._digest(batch.leaves))
         except (RuntimeError, NotImplementedError, TypeError):  # inputs that cannot be read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -291,8 +291,8 @@ class Recorder:
         """Stop listening, write what is left, close the manifest. Closing twice is harmless."""
         if self._writer is None or self._sink is None:
             return
-        self.tap.detach()
-        self._settle(self._sink)
+        self._bring_to_an_end(self.tap.detach)
+        self._bring_to_an_end(self._sink.settle)
         reason = self._trouble or failure
         missed = [] if reason else self._missed()
         self._writer.close(
@@ -359,6 +359,14 @@ class Recorder:
                 sink.settle()
         except Exception as error:  # ours, and not the model's
             self._fail(error)
+
+    def _bring_to_an_end(self, act: Callable[[], None]) -> None:
+        """One thing that closing does: what goes wrong is said once the rest is written."""
+        try:
+            with unseen():
+                act()
+        except Exception as error:  # ours, or that of a device that has failed
+            self._keep_trouble(error)
 
     def _so_far(self) -> Recording:
         """The recording as far as its manifest goes: what a judge knows while the model runs."""
@@ -457,9 +465,12 @@ class Recorder:
 
     def _fail(self, error: Exception) -> None:
         """A hook of ours went wrong: record no more, say it once, let the model run on."""
+        self._keep_trouble(error)
+        self._report()
+
+    def _keep_trouble(self, error: Exception) -> None:
         if self._trouble is None:
             self._trouble = f"{type(error).__name__}: {error}"
-        self._report()
 
     def _report(self) -> None:
         failure = self.failure
