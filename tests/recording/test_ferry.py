@@ -16,10 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_format import DTYPES, bits, sample
 
 import tensortap as tap
 from tensortap.recording import Manifest, Row, Writer, ferry
+from tensortap.recording.arena import Arena, size_class, size_within
 from tensortap.recording.cuda import Cuda, _driver, relax_captures
 from tensortap.recording.ferry import Ferry
 from tensortap.recording.schema import Site
@@ -263,6 +266,72 @@ def test_the_pool_and_the_arena_are_bounds_whatever_the_sizes(tmp_path) -> None:
     for record, size in zip(tap.open(tmp_path / "r").records, sizes, strict=True):
         assert record.shape == (size,)
         assert bool((record.tensor() == record.order).all())
+
+
+BUDGETS = st.integers(1 << 20, 64 << 30)
+
+
+@given(nbytes=st.integers(4096, 1 << 40))
+def test_a_size_within_is_the_largest_class_that_fits(nbytes) -> None:
+    size = size_within(nbytes)
+    assert size <= nbytes and size_class(size) == size
+    assert size_class(size + 1) > nbytes or size == nbytes
+
+
+@given(budget=BUDGETS, share=st.floats(0, 1))
+def test_loads_hold_several_tensors_and_several_loads_fit_at_a_time(budget, share) -> None:
+    ship = Ferry(Arena(max(1 << 20, budget // 2)), rows=True, cuda=Late())
+    pool, limit = min(1 << 30, max(1 << 20, budget // 2) // 2), max(1 << 20, budget // 2)
+    nbytes = int(share**4 * ship.largest)  # small ones above all
+    size = size_class(ship.size_for(nbytes))
+    assert size <= pool, "a tensor that is taken has room in the pool"
+    each, beside = nbytes + -nbytes % 64, 64 + ship.most * ferry.ROW_BYTES
+    holds = (size - beside) // each if each else ship.most
+    assert size >= nbytes + beside
+    if nbytes + beside <= ship.shared:
+        assert 4 * size <= pool and 8 * size <= limit
+        assert size <= 128 << 20
+        assert holds >= 8 or 2 * size > ship.shared, "few in a load, with room for more"
+    else:
+        assert size == size_class(nbytes + beside), "alone, and no larger than it needs"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    budget=st.integers(1 << 20, 12 << 20),
+    sizes=st.lists(st.integers(0, 600_000), min_size=1, max_size=40),
+    repeat=st.integers(1, 3),
+)
+def test_any_sizes_in_any_budget_stay_within_the_bounds(
+    tmp_path_factory, budget, sizes, repeat
+) -> None:
+    path, late = tmp_path_factory.mktemp("any") / "r", Late()
+    writer = open_writer(path, late, budget=budget)
+    limit = writer._arena.limit
+    stages = writer._ferry._stages
+    for order, size in enumerate(sizes * repeat):
+        add(writer, order, torch.full((size,), order % 251, dtype=torch.uint8))
+        assert writer._arena.owned <= limit == max(1 << 20, budget // 2)
+        assert all(stage.owned <= limit // 2 for stage in stages.values())
+    writer.close()
+    assert writer.failure is None and not late.pinned
+    records = tap.open(path).records
+    assert [tuple(r.shape) for r in records] == [(size,) for size in sizes * repeat]
+    assert all(bool((r.tensor() == r.order % 251).all()) for r in records)
+
+
+def test_tensors_of_one_size_go_over_eight_at_a_time(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ferry, "_CHUNK", 64 << 10)
+    late = Late()
+    writer = open_writer(tmp_path / "r", late, budget=64 << 20)
+    shared = writer._ferry.shared
+    for order in range(40):
+        add(writer, order, torch.full((shared // 10,), order, dtype=torch.uint8))
+    assert len(late.sent) == 5
+    add(writer, 40, torch.ones(shared // 2, dtype=torch.uint8))  # alone, and not waited for
+    assert len(late.sent) == 6
+    writer.close()
+    assert writer.failure is None and len(tap.open(tmp_path / "r").records) == 41
 
 
 def test_a_slow_disk_holds_the_model_up_and_loses_nothing(tmp_path, monkeypatch) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Arena", "Buffer", "size_class"]
+__all__ = ["Arena", "Buffer", "size_class", "size_within"]
 
 _PAGE = 4096
 _HUGE = 1 << 21
@@ -44,6 +44,12 @@ def size_class(nbytes: int) -> int:
         return _PAGE
     step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step
+
+
+def size_within(nbytes: int) -> int:
+    """The largest size class of at most `nbytes`, which are a page or more."""
+    step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
+    return nbytes // step * step
 
 
 class Arena:

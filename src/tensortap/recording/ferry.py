@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..numerics.device import fill_many
-from .arena import Arena, Buffer
+from .arena import Arena, Buffer, size_within
 from .cuda import Cuda
 from .parcel import Entry, Line, Parcel
 from .segment import ALIGNMENT
@@ -29,6 +29,9 @@ from .stage import ROW_BYTES, Region, Stage
 __all__ = ["Ferry", "Load"]
 
 _CHUNK = 32 << 20  # small tensors share a region of this size
+_TOGETHER = 8  # larger ones share one with others of their size: each load keeps the host a while
+_LARGEST_SHARED = 128 << 20
+_AT_A_TIME = 4  # loads that the pool holds, so that some are filled while others go over
 _MOST = 256  # tensors in one
 _LARGEST_POOL = 1 << 30
 _PATIENCE = 10.0  # seconds without a tensor, after which a device has its memory back
@@ -89,9 +92,10 @@ class Ferry:
         self._notes: dict[str, str] = {}
         self.loads: dict[Key, Load] = {}
         self.pool = min(arena.limit // 2, _LARGEST_POOL)
-        self.chunk = min(_CHUNK, self.pool // 4)
+        self.shared = size_within(min(_LARGEST_SHARED, self.pool // _AT_A_TIME))
+        self.chunk = min(_CHUNK, self.shared)
         self.most = min(_MOST, self.chunk // 1024)  # so that rows take a sixth of it at most
-        self.largest = self.pool - self._beside()
+        self.largest = size_within(self.pool) - self._beside()
         self._rows = rows
         self._stages: dict[int, Stage] = {}
         self._lost: list[Buffer] = []
@@ -108,8 +112,14 @@ class Ferry:
         return device, self.cuda.stream_key(device)
 
     def size_for(self, nbytes: int) -> int:
-        """How large a region and a buffer must be for a load that begins with such a tensor."""
-        return max(nbytes + self._beside(), self.chunk)
+        """How large a region and a buffer must be for a load that begins with such a tensor.
+
+        A few of them, as far as they fit into what is shared; one that does not has a load alone.
+        """
+        each = nbytes + -nbytes % ALIGNMENT
+        fit = (self.shared - self._beside()) // each if each else 0
+        others = max(0, min(_TOGETHER, fit) - 1)
+        return max(others * each + nbytes + self._beside(), self.chunk)
 
     def _beside(self) -> int:
         """What a load needs beside its tensors: rows, and the gap before them."""
