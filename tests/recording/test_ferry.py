@@ -26,6 +26,7 @@ from tensortap.recording.arena import Arena, size_class, size_within
 from tensortap.recording.cuda import Cuda, _driver, relax_captures
 from tensortap.recording.ferry import Ferry
 from tensortap.recording.schema import Site
+from tensortap.recording.stage import Region, Stage
 
 
 class Event:
@@ -33,7 +34,7 @@ class Event:
         self.late, self.work, self.done = late, [], False
 
     def record(self, stream: Stream) -> None:
-        self.work = stream.work  # all that the stream has been given until now
+        self.done, self.work = False, stream.work  # all that the stream has been given until now
         stream.work = [*stream.work]
 
     def query(self) -> bool:
@@ -486,12 +487,14 @@ def test_add_takes_device_tensors_too(tmp_path) -> None:
     assert torch.equal(tap.open(tmp_path / "r")["l"].output, x.detach())
 
 
-def test_modes_may_change_while_a_region_fills(tmp_path) -> None:
-    writer = open_writer(tmp_path / "r", Late())
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize("budget", [1 << 20, 1 << 30])
+def test_modes_may_change_while_a_region_fills(tmp_path, pins, budget) -> None:
+    writer = open_writer(tmp_path / "r", Late(pins=pins), budget=budget)
     expected = []
-    for order in range(9):
+    for order in range(30):
         with torch.inference_mode(order % 3 == 0), torch.set_grad_enabled(order % 3 == 1):
-            x = torch.randn(3, requires_grad=order % 3 == 1)
+            x = torch.randn(9000, requires_grad=order % 3 == 1)
             y = x * 2
             add(writer, order, y)
             assert y.requires_grad == (order % 3 == 1)
@@ -499,6 +502,33 @@ def test_modes_may_change_while_a_region_fills(tmp_path) -> None:
     writer.close()
     assert writer.failure is None
     assert [record.tensor().tolist() for record in tap.open(tmp_path / "r").records] == expected
+
+
+def test_a_region_that_was_copied_out_is_taken_before_a_new_one() -> None:
+    late = Late()
+    stage = Stage(torch.device("cpu"), 4 << 20, late)
+    waited: list[Any] = []
+    late.main.wait_event = waited.append
+
+    def hand_over(region: Region) -> None:
+        late.side.work.append(lambda: None)
+        region.copied = late.event()
+        region.copied.record(late.side)
+        stage.give(region)
+
+    first, second = stage.take(1 << 20, late.main), stage.take(1 << 20, late.main)
+    assert first is not None and second is not None and first is not second
+    hand_over(first)
+    hand_over(second)
+    third = stage.take(1 << 20, late.main)
+    assert third not in (first, second), "the others are still on their way"
+    first.copied.synchronize()
+    assert stage.take(1 << 20, late.main) is first
+    fourth = stage.take(1 << 20, late.main)
+    assert fourth not in (first, second, third) and stage.owned == 4 << 20 and not waited
+    assert stage.take(1 << 20, late.main) is second, "none is left: the stream waits"
+    assert waited == [second.copied]
+    assert stage.take(1 << 20, late.main) is None, "all are open"
 
 
 def test_the_quick_way_keeps_what_the_long_way_would(tmp_path) -> None:

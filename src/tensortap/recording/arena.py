@@ -34,7 +34,8 @@ class Buffer:
     def bytes(self) -> torch.Tensor:
         """All of it as a tensor."""
         if self._bytes is None:
-            self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+            with torch.inference_mode(False):  # so that it may be written in any mode later
+                self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         return self._bytes
 
 

@@ -99,13 +99,14 @@ class Cuda:
         cuda.cudart().cudaHostUnregister(address)
 
     def send(self, there: torch.Tensor, here: torch.Tensor, nbytes: int, stream: Any) -> None:
-        """Copy the first bytes to pinned host memory, on a stream that is the current one."""
+        """Copy the first bytes to pinned host memory, on this stream of their device."""
         if there.get_device() == torch._C._cuda_getDevice():
             if self._to_host is None:
                 self._to_host = _driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64)
             if not self._to_host(here.data_ptr(), there.data_ptr(), nbytes, stream.cuda_stream):
                 return
-        here[:nbytes].copy_(there[:nbytes], non_blocking=True)
+        with torch.no_grad(), self.on(stream):
+            here[:nbytes].copy_(there[:nbytes], non_blocking=True)
 
     def used_by(self, memory: torch.Tensor, stream: Any) -> None:
         """Memory that is given back must not be given out before this stream is done with it."""

@@ -40,7 +40,7 @@ Key = tuple[int, int]
 """(device, stream)"""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Load:
     """Tensors of one stream in a region, not yet handed over."""
 
@@ -48,7 +48,7 @@ class Load:
     region: Region
     buffer: Buffer
     stream: Any
-    taken: Any  # recorded behind the last copy into the region
+    raw: int  # the same stream, for the driver
     end: int  # of the tensors; behind it there is room for their rows
     most: int  # tensors
     used: int = 0
@@ -64,17 +64,17 @@ class Load:
         if nbytes and not self.keep_quickly(number, tensor, nbytes, cuda):
             view = self.region.room_for(self.used, tensor.dtype, tensor.shape)
             view.copy_(tensor.detach())
-            self.taken.record(self.stream)
+            self.region.taken.record(self.stream)
             self._note(number, tensor, nbytes)
         elif not nbytes:
             self._note(number, tensor, nbytes)
 
     def keep_quickly(self, number: int, tensor: torch.Tensor, nbytes: int, cuda: Cuda) -> bool:
         """The same by the driver alone, of a contiguous tensor; False where torch must do it."""
-        where = self.region.address + self.used
-        if not cuda.copy(where, tensor, nbytes, self.stream.cuda_stream):
+        region = self.region
+        if not cuda.copy(region.address + self.used, tensor, nbytes, self.raw):
             return False
-        self.taken.record(self.stream)
+        region.taken.record(self.stream)
         self._note(number, tensor, nbytes)
         return True
 
@@ -152,26 +152,25 @@ class Ferry:
             return None
         self._opened = time.monotonic()
         end = min(region.capacity, buffer.capacity) - self._beside()
-        load = Load(stage, region, buffer, stream, self.cuda.event(), end, self.most)
+        load = Load(stage, region, buffer, stream, stream.cuda_stream, end, self.most)
         self.loads[key] = load
         return load
 
     def ship(self, key: Key) -> Parcel:
         """Send a load on its way; what it needs of the host is a few launches."""
         load = self.loads[key]
-        region, side, end = load.region, load.stage.side, load.used
-        parcel = Parcel(buffer=load.buffer, used=end, entries=load.entries, rows_at=-1)
-        parcel.lines = load.lines
-        with torch.inference_mode(False), torch.no_grad(), self.cuda.on(side):
-            side.wait_event(load.taken)
-            if self._rows and self._fill(load):
-                parcel.rows_at, end = end, end + len(load.entries) * ROW_BYTES
-            if load.buffer.pinned:
-                self.cuda.send(region.memory, load.buffer.bytes(), end, side)
-            else:
-                load.buffer.bytes()[:end].copy_(region.memory[:end])
-            region.copied = parcel.ready = self.cuda.event()
-            region.copied.record(side)
+        region, buffer, side, end = load.region, load.buffer, load.stage.side, load.used
+        parcel = Parcel(buffer, end, load.entries, load.lines, rows_at=-1)
+        side.wait_event(region.taken)
+        if self._rows and self._fill(load):
+            parcel.rows_at, end = end, end + len(load.entries) * ROW_BYTES
+        if buffer.pinned:
+            self.cuda.send(region.memory, buffer.bytes(), end, side)
+        else:
+            with torch.no_grad(), self.cuda.on(side):
+                buffer.bytes()[:end].copy_(region.memory[:end])
+        region.copied = parcel.ready = copied = self.cuda.event()
+        copied.record(side)
         del self.loads[key]  # not before: whoever is interrupted until here may do it again
         load.stage.give(region)
         return parcel
@@ -188,11 +187,17 @@ class Ferry:
         It does where there are no kernels: torch's own operations would keep the host for longer
         than the copies.
         """
-        if not all(self.cuda.sums_up(dtype) for dtype in {e.dtype for e in load.entries}):
-            return False
+        entries, region, known = load.entries, load.region, None
+        for entry in entries:
+            if entry.dtype is not known:
+                known = entry.dtype
+                if not self.cuda.sums_up(known):
+                    return False
         try:
-            views = [load.region.room_for(e.offset, e.dtype, e.shape) for e in load.entries]
-            fill_many(views, load.region.rows(load.used, len(views)))
+            views = [region.room_for(e.offset, e.dtype, e.shape) for e in entries]
+            rows = region.rows(load.used, len(entries))
+            with torch.inference_mode(False), torch.no_grad(), self.cuda.on(load.stage.side):
+                fill_many(views, rows)
         except Exception:  # an odd dtype; if it is the device, the copy fails as well
             return False
         return True

@@ -29,7 +29,8 @@ class Region:
     """A stretch of a device's memory, and what has to be over before it may be used again."""
 
     memory: torch.Tensor
-    copied: Any = None
+    taken: Any  # recorded behind the last copy into it; who waits for that has it in a queue
+    copied: Any = None  # recorded behind the copy to the host
     streams: dict[int, Any] = field(default_factory=dict)
     _views: dict[Any, torch.Tensor] = field(default_factory=dict)
 
@@ -41,19 +42,21 @@ class Region:
         """The bytes from `offset` on as a contiguous tensor; kept, for a model comes again."""
         key = (offset, dtype, shape)
         view = self._views.get(key)
-        if view is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            start, count = offset // dtype.itemsize, math.prod(shape)
-            with torch.inference_mode(False):  # so that it may be written in any mode later
-                flat = self.memory.view(dtype)
-                view = self._views[key] = flat.narrow(0, start, count).view(shape)
-        return view
+        return self._make(key) if view is None else view
 
     def rows(self, offset: int, count: int) -> torch.Tensor:
         """The bytes from `offset` on as summary rows."""
-        stretch = self.memory[offset : offset + count * ROW_BYTES]
-        return stretch.view(torch.float64).view(count, WIDTH)
+        return self.room_for(offset, torch.float64, (count, WIDTH))
+
+    def _make(self, key: tuple[int, torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+        if len(self._views) >= _VIEWS:
+            self._views.clear()
+        offset, dtype, shape = key
+        start, count = offset // dtype.itemsize, math.prod(shape)
+        with torch.inference_mode(False):  # so that it may be written in any mode later
+            flat = self.memory.view(dtype)
+            view = self._views[key] = flat.narrow(0, start, count).view(shape)
+        return view
 
 
 class Stage:
@@ -75,12 +78,15 @@ class Stage:
         size = size_class(nbytes)
         found = self._find(size)
         if found is None or not found.copied.query():
-            found = self._new(size, spare=found) or found
+            new = self._new(size, spare=found)
+            if new is None and found is not None:
+                stream.wait_event(found.copied)
+            elif new is not None:
+                found = new
         if found is None:
             return None
-        if found in self._idle:
+        if found.copied is not None:  # not a new one
             self._idle.remove(found)
-            stream.wait_event(found.copied)
         found.streams[stream.cuda_stream] = stream
         return found
 
@@ -101,11 +107,11 @@ class Stage:
         self._idle.clear()
 
     def _find(self, size: int) -> Region | None:
-        fitting = [region for region in self._idle if size <= region.capacity <= 4 * size]
-        for region in fitting:
-            if region.copied.query():
+        """The one that was handed over first: one stream copies them, so it is free first."""
+        for region in self._idle:
+            if size <= region.capacity <= 4 * size:
                 return region
-        return fitting[0] if fitting else None  # the one that was handed over first
+        return None
 
     def _new(self, size: int, spare: Region | None) -> Region | None:
         """A new region if the limit allows; only when there is no spare one, others make room."""
@@ -117,7 +123,7 @@ class Stage:
         if memory is None:
             return None
         self.owned += size
-        return Region(memory)
+        return Region(memory, self._cuda.event())
 
     def _drop(self, region: Region) -> None:
         """Give a region back that may still be on its way; torch is told which streams use it."""
