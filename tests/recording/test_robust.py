@@ -78,6 +78,26 @@ def test_an_interpreter_that_ends_without_closing_keeps_what_was_taken(
     assert (run.status, run.layers) == ("recording", [""])
 
 
+@pytest.mark.parametrize("keep", ["tensors", "sketch", "summary"])
+def test_so_does_one_that_ends_behind_a_compiled_model(tmp_path, forked: Commands, keep) -> None:
+    """Also when a child of it has ended before, which has no part in the recording."""
+    code = """
+        import os, sys, torch, tensortap as tap
+        net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        model = torch.compile(net, backend="eager")
+        rec = tap.record(model, sys.argv[1], layers="all", inputs=True, keep=sys.argv[2]).start()
+        for _ in range(2):
+            model(torch.ones(1, 2))
+        if not os.fork():
+            sys.exit()
+        os.wait()
+    """
+    assert forked.python(textwrap.dedent(code), tmp_path / "r", keep).code == 0
+    run = tap.open(tmp_path / "r")
+    assert run.status == "recording"
+    assert {name: len(run[name].records) for name in run.layers} == {"0": 4, "1": 4, "": 4}
+
+
 def test_ten_times_the_budget_fits_in_the_budget(tmp_path) -> None:
     """Peak extra memory while recording 640 MB with a budget of 64 MB."""
     code = """

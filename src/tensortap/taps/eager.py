@@ -12,6 +12,8 @@ What makes this harder than three lines of hooks:
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -88,6 +90,7 @@ class EagerTap:
         self._captures: Captures | None = None
         self._guarded = HooksGuarded(1 + sum(1 for _ in model.modules()))
         self._restore: Callable[[], None] | None = None
+        self._owner = 0  # the process that records
         self._stashed_before = 0
         self._given: dict[Any, Any] = {}  # what compiled layers were given whose end is to come
         self.self_checks: list[SelfCheck] = []
@@ -179,6 +182,13 @@ class EagerTap:
                 self._in_graph.prepare(compiled.devices_of(self.model))
         elif is_compiled:
             self._restore = compiled.before_each_run(self.model, self.drain)
+        self._owner = os.getpid()
+        atexit.register(self._at_exit)  # is called before the writer's, which was there before
+
+    def _at_exit(self) -> None:
+        """The interpreter ends with the recording open: keep what graphs have left behind."""
+        if os.getpid() == self._owner:
+            self._safely(self._drain_all)
 
     def detach(self) -> None:
         try:
@@ -199,6 +209,7 @@ class EagerTap:
                 self._sink = None
 
     def _leave_graphs(self) -> None:
+        atexit.unregister(self._at_exit)
         if self._restore is not None:
             self._restore()
         if self._in_graph is not None:
