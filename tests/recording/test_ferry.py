@@ -25,6 +25,7 @@ from tensortap.recording import Manifest, Row, Writer, ferry
 from tensortap.recording.arena import Arena, size_class, size_within
 from tensortap.recording.cuda import Cuda, _driver, relax_captures
 from tensortap.recording.ferry import Ferry
+from tensortap.recording.parcel import Parcel
 from tensortap.recording.schema import Site
 from tensortap.recording.stage import Region, Stage
 
@@ -553,6 +554,46 @@ def test_the_quick_way_keeps_what_the_long_way_would(tmp_path) -> None:
     records = tap.open(tmp_path / "r").records
     assert [float(r.tensor()[0, 0]) for r in records] == [r.batch for r in records]
     assert [r.summary.mean for r in records] == list(range(200))
+
+
+def test_rows_go_along_with_the_tensors_in_one_parcel(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late(), seal_after=60.0)
+    site = writer.site(Site("l", "output", "", None, "", (100,), "float32", "cuda:0"))
+    put, parcels = writer._spool.put, []
+    writer._spool.put = lambda item: (parcels.append(item), put(item))[1]
+    count = itertools.count()
+    for step in range(1000):
+        x = torch.full((100,), float(step))
+        when = (lambda step=step: step, 0, 0, lambda: 0)
+        if not writer.keep_quickly(x, x.nbytes, (-1, 0), site, when):
+            writer.line(site, (step, 0, 0, 0), writer.take(x))
+            next(count)
+    assert len(parcels) == 3 == next(count) - 1 and all(p.rows_at is not None for p in parcels)
+    assert [len(parcel.lines) for parcel in parcels] == [256, 256, 256]
+    writer.summarize(site, (1000, 0, 0, 0), torch.ones(100))
+    writer.close()
+    assert writer.failure is None
+    records = tap.open(tmp_path / "r").records
+    assert [r.order for r in records] == list(range(1001))
+    assert [r.summary.mean for r in records] == [*range(1000), 1]
+
+
+def test_the_writers_thread_leaves_the_model_alone_while_there_is_room(tmp_path) -> None:
+    writer = open_writer(tmp_path / "r", Late(), seal_after=60.0)
+    spool, parcel = writer._spool, Parcel(rows_at=-1)
+
+    def naps() -> bool:
+        start = time.monotonic()
+        spool._nap(parcel)
+        return time.monotonic() - start > 0.09
+
+    assert naps()
+    writer._arena.pressure = lambda: 0.3
+    assert not naps(), "the model waits for room, and the writer for the model"
+    del writer._arena.pressure
+    spool._hurry.set()
+    assert not naps()
+    writer.close()
 
 
 def test_an_interrupted_hand_over_is_made_again(tmp_path) -> None:

@@ -120,7 +120,9 @@ class Spool:
         A thread that wants the GIL makes every call of another one slower, and a model on a GPU
         is mostly calls: behind them, while it waits for the device, our work costs nothing.
         """
-        if isinstance(item, Parcel) and item.rows_at is not None:
+        if not isinstance(item, Parcel) or item.rows_at is None:
+            return
+        if self._arena.pressure() <= _PRESSING:
             self._hurry.wait(_NAP)
 
     def _step(self) -> bool:

@@ -298,12 +298,17 @@ class Writer:
 
     def _ship(self, key: tuple[int, int]) -> None:
         """Hand a load over, and the rows that came up meanwhile; the caller holds the lock."""
+        waiting = self._parcel
         try:
-            self._spool.put(self._ferry.ship(key))
+            parcel = self._ferry.ship(key)
+            if waiting.buffer is None and not waiting.summaries and waiting.lines:
+                # In one parcel: the writer's thread lets the model run on, but not with other rows.
+                parcel.lines, waiting.lines = waiting.lines + parcel.lines, []
+            self._spool.put(parcel)
         except Exception as error:  # what was taken is lost: say so, but not to the model
             self._ferry.lose(key)
             self._spool.put(Broken(error))
-        if self._parcel.buffer is None:
+        if waiting.buffer is None and waiting:
             self._hand_over()
 
     def _hand_over_all(self) -> None:
