@@ -20,7 +20,10 @@ from tensortap.numerics.device import (
     fill_many,
     fill_on,
     lean,
+    leave_on,
+    parts_on,
     scratch_on,
+    settle,
     warm,
 )
 from tensortap.numerics.summary import Summary
@@ -343,15 +346,19 @@ def test_one_way_or_another_the_bits_are_the_same(dtype: torch.dtype) -> None:
 def test_a_bound_launch_takes_any_tensor_of_the_kind(nobody_waits: None) -> None:
     torch.cuda.set_sync_debug_mode("default")
     x = [torch.randn(40, 50, device="cuda") + i for i in range(5)]
-    launch = lean(x[0], torch.cuda.current_stream().cuda_stream)
-    rows = empty_rows(5, "cuda")
+    bound = lean(x[0], torch.cuda.current_stream().cuda_stream)
+    assert bound is not None
+    rows, parts = empty_rows(6, "cuda"), parts_on("cuda", 5 * bound.room)
+    rows[5] = 3.0
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    assert launch is not None
-    for tensor, row in zip(x, rows, strict=True):
-        launch(tensor.data_ptr(), row.data_ptr())
+    for i, (tensor, row) in enumerate(zip(x, rows, strict=False)):
+        bound.launch(parts.data_ptr() + i * bound.room, tensor.data_ptr(), row.data_ptr())
         tensor.zero_()  # the stream's own order: what was there is what counts
-    for i, row in enumerate(rows):
+    settle(rows[1:])  # some of them, and rows that were not left behind stay as they are
+    settle(rows)
+    assert (rows[5] == 3).all()
+    for i, row in enumerate(rows[:5]):
         assert asked(row).mean == pytest.approx(i, abs=0.1) and asked(row).count == 2000
     assert lean(x[0].double(), 0) is None and lean(x[0].t(), 0) is None
     assert lean(x[0].cpu(), 0) is None
@@ -362,12 +369,32 @@ def test_on_another_stream() -> None:
     rows = empty_rows(2, "cuda")
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
-    launch = lean(x, other.cuda_stream)
-    assert launch is not None
-    launch(x.data_ptr(), rows[0].data_ptr())
+    bound = lean(x, other.cuda_stream)
+    assert bound is not None
+    parts = parts_on("cuda", bound.room)
+    bound.launch(parts.data_ptr(), x.data_ptr(), rows[0].data_ptr())
+    with torch.cuda.stream(other):
+        settle(rows[:1])
     other.synchronize()
     fill_on(x, rows[1])
     assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8], ids=str)
+def test_rows_by_halves_have_the_same_bits(dtype: torch.dtype) -> None:
+    for size in (1, 8, 5000, 393_216, 6_291_456, 16_777_216, 50_331_648):
+        x = torch.randn(size, device="cuda").mul(30).to(dtype)
+        if dtype is not torch.int8 and size > 5:
+            x[size // 2], x[5] = float("nan"), float("inf")
+        rows = torch.full((2, 2, 23), 7.0, device="cuda", dtype=torch.float64)
+        parts = parts_on("cuda", 1 << 20)
+        fill_on(x, rows[0, 0])
+        assert 0 < leave_on(x, rows[1, 0], parts) <= parts.nbytes
+        x.zero_()
+        settle(rows[1])
+        assert torch.equal(rows[0].nan_to_num(-5.5), rows[1].nan_to_num(-5.5)), size
+    assert leave_on(x, rows[1, 0], parts[:2]) == 0
+    assert leave_on(x[1:], rows[1, 0], parts) == 0  # not at a multiple of 16
 
 
 def test_many_are_filled(nobody_waits: None) -> None:

@@ -150,6 +150,49 @@ def test_groups_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_defines(Summary.from_row(row.tolist()), tensor, BOUND)
 
 
+@pytest.mark.parametrize("most", [1, 4, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_row_by_halves_has_the_same_bits(
+    dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partials now and the row later, as one launch would have it; what is written meanwhile to
+    the tensor changes nothing."""
+    monkeypatch.setattr(triton_summary, "_most_programs", lambda index: most)
+    monkeypatch.setattr(triton_summary, "_SCRATCH", {})
+    sizes = [1, 9, 7 * chunk(dtype), (70 if most == 20 else 3) * chunk(dtype) + 3]
+    if most == 20:
+        assert triton_summary._shares(-1, FORMATS[dtype], sizes[-1])[0] > GROUP  # groups of them
+    for size in sizes:
+        x = torch.randn(size).mul(30).to(dtype)
+        if dtype.is_floating_point and size > 5:
+            x[size // 2], x[5] = float("nan"), float("-inf")
+        whole = torch.zeros(1, WIDTH, dtype=torch.float64)
+        rows = torch.full((3, WIDTH), 7.0, dtype=torch.float64)
+        assert triton_summary.accumulate(x, whole[0], False)
+        parts = torch.full((1024,), float("nan"), dtype=torch.float64)
+        room = triton_summary.leave(x, rows[1], parts)
+        assert 0 < room <= parts.nbytes
+        assert rows[1, 0] == -size
+        assert parts[room // 8 :].isnan().all()
+        x.zero_()
+        triton_summary.settle(rows)
+        assert torch.equal(rows[1].nan_to_num(-5.5), whole[0].nan_to_num(-5.5))
+        assert (rows[0] == 7).all() and (rows[2] == 7).all()
+        triton_summary.settle(rows)  # there is nothing left to do
+        assert torch.equal(rows[1].nan_to_num(-5.5), whole[0].nan_to_num(-5.5))
+
+
+def test_what_cannot_be_left_behind_is_not() -> None:
+    row, parts = empty_rows(1, "cpu")[0], torch.zeros(64, dtype=torch.float64)
+    x = torch.randn(64)
+    assert triton_summary.leave(x[1:33], row, parts) == 0  # not at a multiple of 16
+    assert triton_summary.leave(x.view(8, 8).t(), row, parts) == 0
+    assert triton_summary.leave(x.double(), row, parts) == 0
+    assert triton_summary.leave(x[:0], row, parts) == 0
+    assert triton_summary.leave(x, row, parts[:8]) == 0
+    assert triton_summary.leave(x, row, parts) > 0
+
+
 def test_counts_beyond_what_a_half_holds() -> None:
     x = torch.zeros(40 * chunk(torch.bfloat16), dtype=torch.bfloat16)
     x[-5:] = 2.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,8 @@ class Heard:
         assert ready is None
         assert len(lines) == len(table)
         self.calls += 1
-        for number, line in enumerate(lines):
+        for number, (site, *moment) in enumerate(np.array([np.hstack(one) for one in lines])):
+            line = (int(site), tuple(int(part) for part in np.ravel(moment)))
             assert line not in self.rows
             self.rows[line] = table[number].tolist()
             if number in (sketches or {}):

@@ -14,6 +14,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,11 +34,11 @@ size_t argument_bytes;
 unsigned grid, block, shared_bytes;
 int launches, captured, fails;
 void *context = (void *)7;
-static const size_t sizes[] = {8, 4, 8, 8, 8}, offsets[] = {0, 8, 16, 24, 32};
+static const size_t sizes[] = {8, 4, 8, 8, 8, 8}, offsets[] = {0, 8, 16, 24, 32, 40};
 int cuCtxGetCurrent(void **found) { *found = context; return 0; }
 int cuStreamIsCapturing(void *stream, int *found) { *found = captured; return 0; }
 int cuFuncGetParamInfo(void *f, size_t i, size_t *offset, size_t *size) {
-  if (i >= 5) return 1;
+  if (i >= 6) return 1;
   *offset = offsets[i]; *size = sizes[i]; return 0;
 }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
@@ -67,21 +68,75 @@ def number(driver: Any, name: str) -> ctypes.c_int:
 
 def words(driver: Any) -> list[int]:
     raw = bytes((ctypes.c_ubyte * 64).in_dll(driver, "arguments"))
-    places = ((0, 8), (8, 4), (16, 8), (24, 8), (32, 8))
+    places = ((0, 8), (8, 4), (16, 8), (24, 8), (32, 8), (40, 8))
     return [int.from_bytes(raw[at : at + size], sys.byteorder) for at, size in places]
 
 
+PARTS, ROOM = 1 << 50, 256
+
+
 class Table:
-    def __init__(self) -> None:
+    """What the core needs of a DeviceTable: its memory, and what it is asked to do."""
+
+    def __init__(self, rows: int = 4) -> None:
         self.lock = threading.Lock()
-        self.used = 0
-        self.lines: list[Any] = []
-        self.sent = 0
+        self.state = np.zeros(2, np.int64)
+        self.memory = np.full((rows, 5), -1, np.int64)
+        self.sent = self.settled = 0
+
+    @property
+    def used(self) -> int:
+        return int(self.state[0])
+
+    @property
+    def lines(self) -> list[list[int]]:
+        return self.memory[: self.used].tolist()
+
+    def settle(self) -> None:
+        assert self.lock.locked()
+        self.settled += 1
+        self.state[1] = 0
 
     def send(self) -> None:
-        assert self.lock.locked()
+        self.settle()
         self.sent += 1
-        self.used, self.lines = 0, []
+        self.state[0] = 0
+
+
+def shortcut(library: str, table: Table, like: torch.Tensor, **changes: Any) -> Any:
+    asked: dict[str, Any] = {
+        "library": library,
+        "function": 99,
+        "programs": 17,
+        "threads": 128,
+        "shared": 256,
+        "stream": 5,
+        "values": [(8, 1111), (4, 22), (8, 0), (8, 0), (8, 0)],
+        "places": (2, 3, 4),
+        "type": torch.Tensor,
+        "shape": like.shape,
+        "dtype": like.dtype,
+        "device": -1,
+        "stream_of": lambda device: 5,
+        "backward": lambda: -1,
+        "functions": lambda: 0,
+        "dispatches": lambda: 0,
+        "table": table,
+        "lock": table.lock,
+        "state": table.state.ctypes.data,
+        "lines": table.memory.ctypes.data,
+        "slot": SimpleNamespace(next_call=iter(range(9999)).__next__, seen=0),
+        "sink": SimpleNamespace(epoch=0, batch=0),
+        "order": iter(range(10_000)).__next__,
+        "site": 42,
+        "rows": len(table.memory),
+        "row_bytes": 184,
+        "row_address": 1 << 40,
+        "parts": PARTS,
+        "parts_bytes": 10 * ROOM,
+        "room": ROOM,
+    }
+    return core.Shortcut(**{**asked, **changes})  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -94,13 +149,17 @@ def made(driver: Any) -> Any:
     like = torch.zeros(4, 8)
     streams = [5]
     asked = SimpleNamespace(backward=-1, functions=0, dispatches=0)
-    take = core.Shortcut(  # type: ignore[union-attr]
-        driver._name, 99, 17, 128, 256, 5, [(8, 1111), (4, 22), (8, 0), (8, 0)], 2, 3,
-        torch.Tensor, like.shape, like.dtype, -1, lambda device: streams[-1],
-        lambda: asked.backward, lambda: asked.functions, lambda: asked.dispatches, table,
-        table.lock,
-        slot, sink, iter(range(100)).__next__, 42, 4, 184, 1 << 40,
-    )  # fmt: skip
+    take = shortcut(
+        driver._name,
+        table,
+        like,
+        stream_of=lambda device: streams[-1],
+        backward=lambda: asked.backward,
+        functions=lambda: asked.functions,
+        dispatches=lambda: asked.dispatches,
+        slot=slot,
+        sink=sink,
+    )
     state = SimpleNamespace(_sink=sink, _unfinished=None, _compiled=[], _in_graph=None)
     return SimpleNamespace(
         take=lambda output: take(output, state),
@@ -117,17 +176,20 @@ def made(driver: Any) -> Any:
 def test_a_launch_gets_its_arguments_and_leaves_a_line(made: Any, driver: Any) -> None:
     tensor = torch.randn(4, 8)
     assert made.take(tensor) is True
-    assert words(driver) == [1111, 22, tensor.data_ptr(), 1 << 40, 0]  # the last is the compiler's
+    # the last is the compiler's
+    assert words(driver) == [1111, 22, PARTS, tensor.data_ptr(), 1 << 40, 0]
     assert number(driver, "grid").value == 17
     assert number(driver, "block").value == 128
     assert number(driver, "shared_bytes").value == 256
     assert made.table.used == 1
-    assert made.table.lines == [(0, (42, (0, 1, 2, 3)))]
+    assert made.table.lines == [[42, 0, 1, 2, 3]]
     assert made.slot.seen == 11
     made.sink.batch = 9
     assert made.take(tensor)
-    assert words(driver)[3] == (1 << 40) + 184
-    assert made.table.lines[1] == (1, (42, (1, 1, 9, 4)))
+    assert words(driver)[2] == PARTS + ROOM
+    assert words(driver)[4] == (1 << 40) + 184
+    assert made.table.lines[1] == [42, 1, 1, 9, 4]
+    assert made.table.state.tolist() == [2, 2 * ROOM]
     assert not made.table.lock.locked()
 
 
@@ -136,7 +198,21 @@ def test_a_full_table_is_sent_first(made: Any, driver: Any) -> None:
         assert made.take(torch.zeros(4, 8))
     assert made.table.sent == 1
     assert made.table.used == 1
-    assert words(driver)[3] == 1 << 40
+    assert words(driver)[2:5:2] == [PARTS, 1 << 40]
+
+
+def test_rows_are_settled_before_what_they_leave_has_no_room(driver: Any) -> None:
+    table, like = Table(rows=30), torch.zeros(2, 2)
+    number(driver, "fails").value = number(driver, "captured").value = 0
+    ctypes.c_void_p.in_dll(driver, "context").value = 7
+    take = shortcut(driver._name, table, like)
+    state = SimpleNamespace(_sink=0, _unfinished=None, _compiled=[], _in_graph=None)
+    places = []
+    for _ in range(25):
+        assert take(like, state)
+        places.append(words(driver)[2] - PARTS)
+    assert places == [ROOM * (i % 10) for i in range(25)]
+    assert (table.settled, table.sent, table.used) == (2, 0, 25)
 
 
 def test_whatever_is_out_of_the_ordinary_goes_the_long_way(made: Any, driver: Any) -> None:
@@ -206,38 +282,30 @@ def test_a_launch_that_fails_is_an_error_and_leaves_no_line(made: Any, driver: A
 
 
 @pytest.mark.parametrize(
-    "values", [[(8, 0)] * 4, [(8, 1), (4, 2), (8, 3), (8, 4), (8, 5), (8, 6)], [(8, 0)]]
+    "values",
+    [
+        [(8, 0)] * 5,
+        [(8, 1), (4, 2), *[(8, 3)] * 5],
+        [(8, 0)],
+        [(8, 1), (4, 2), (8, 3), (8, 4)],
+    ],
 )
 def test_a_kernel_that_takes_other_arguments_is_refused(driver: Any, values: Any) -> None:
-    table = Table()
     with pytest.raises(RuntimeError):
-        core.Shortcut(  # type: ignore[union-attr]
-            driver._name, 1, 1, 1, 1, 1, values, 2, 3, torch.Tensor, torch.Size([1]),
-            torch.float32, -1, lambda _: 1, 0, 0, 0, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
-        )  # fmt: skip
+        shortcut(driver._name, Table(), torch.zeros(1), values=values)
 
 
 def test_there_may_be_no_driver() -> None:
-    table = Table()
     with pytest.raises(RuntimeError, match="driver"):
-        core.Shortcut(  # type: ignore[union-attr]
-            "/no/such/library.so", 1, 1, 1, 1, 1, [(8, 0)], 0, 0, torch.Tensor, torch.Size([1]),
-            torch.float32, -1, lambda _: 1, 0, 0, 0, table, table.lock, 0, 0, 0, 0, 1, 1, 1,
-        )  # fmt: skip
+        shortcut("/no/such/library.so", Table(), torch.zeros(1))
 
 
 def test_many_threads_leave_every_line_once(driver: Any) -> None:
     for name in ("captured", "fails"):
         number(driver, name).value = 0
     ctypes.c_void_p.in_dll(driver, "context").value = 7
-    table, slot = Table(), SimpleNamespace(next_call=iter(range(9999)).__next__, seen=0)
-    like, orders = torch.zeros(2, 2), iter(range(10_000))
-    take = core.Shortcut(  # type: ignore[union-attr]
-        driver._name, 99, 1, 1, 1, 5, [(8, 1), (4, 2), (8, 0), (8, 0)], 2, 3,
-        torch.Tensor, like.shape, like.dtype, -1, lambda device: 5,
-        lambda: -1, lambda: 0, lambda: 0, table, table.lock,
-        slot, SimpleNamespace(epoch=0, batch=0), orders.__next__, 0, 10_000, 184, 0,
-    )  # fmt: skip
+    table = Table(rows=10_000)
+    take = shortcut(driver._name, table, torch.zeros(2, 2))
     state = SimpleNamespace(_sink=0, _unfinished=None, _compiled=[], _in_graph=None)
     threads = [
         threading.Thread(target=lambda: [take(torch.zeros(2, 2), state) for _ in range(500)])
@@ -247,5 +315,5 @@ def test_many_threads_leave_every_line_once(driver: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [row for row, _ in table.lines] == list(range(2000))
-    assert [line[1][3] for _, line in table.lines] == list(range(2000))
+    assert [line[4] for line in table.lines] == list(range(2000))
+    assert sorted(line[1] for line in table.lines) == list(range(2000))

@@ -8,10 +8,12 @@
 
 #include <dlfcn.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -48,9 +50,9 @@ struct Names {
            *contiguous = interned("is_contiguous"), *negative = interned("is_neg"),
            *device = interned("get_device"), *address = interned("data_ptr"),
            *acquire = interned("acquire"), *release = interned("release"),
-           *send = interned("send"), *used = interned("used"), *calls = interned("next_call"),
-           *seen = interned("seen"), *epoch = interned("epoch"), *batch = interned("batch"),
-           *lines = interned("lines"), *sink = interned("_sink"),
+           *send = interned("send"), *settle = interned("settle"),
+           *calls = interned("next_call"), *seen = interned("seen"), *epoch = interned("epoch"),
+           *batch = interned("batch"), *sink = interned("_sink"),
            *unfinished = interned("_unfinished"), *compiled = interned("_compiled"),
            *in_graph = interned("_in_graph"), *open = interned("open");
 };
@@ -112,23 +114,29 @@ struct Locked {
 
 class Shortcut {
  public:
-  // `values` are the kernel's arguments, (bytes, value); `x` and `row` say which of them are the
-  // addresses of the tensor and of its row. What the compiler has added behind them is left 0.
+  // `values` are the kernel's arguments, (bytes, value); `places` says which of them are the
+  // addresses of the parts, of the tensor and of its row. What the compiler has added behind them
+  // is left 0. `state` and `lines` are the table's own memory: see recording/device_table.py.
   Shortcut(const std::string& library, std::uintptr_t function, unsigned programs,
            unsigned threads, unsigned shared, std::uintptr_t stream,
-           const std::vector<std::pair<int, std::uint64_t>>& values, std::size_t x,
-           std::size_t row, nb::object type, nb::object shape, nb::object dtype, long device,
-           nb::object stream_of, nb::object backward, nb::object functions,
-           nb::object dispatches, nb::object table, nb::object lock, nb::object slot,
-           nb::object sink, nb::object order, nb::object site, long rows, std::uint64_t row_bytes,
-           std::uint64_t row_address)
+           const std::vector<std::pair<int, std::uint64_t>>& values,
+           std::array<std::size_t, 3> places, nb::object type, nb::object shape, nb::object dtype,
+           long device, nb::object stream_of, nb::object backward,
+           nb::object functions, nb::object dispatches, nb::object table, nb::object lock,
+           std::uintptr_t state, std::uintptr_t lines, nb::object slot, nb::object sink,
+           nb::object order, std::int64_t site, std::int64_t rows, std::uint64_t row_bytes,
+           std::uint64_t row_address, std::uint64_t parts, std::int64_t parts_bytes,
+           std::int64_t room)
       : function_(reinterpret_cast<void*>(function)), programs_(programs), threads_(threads),
         shared_(shared), stream_(stream), type_(std::move(type)), shape_(std::move(shape)),
-        dtype_(std::move(dtype)), device_(device), stream_of_(std::move(stream_of)),
-        backward_(std::move(backward)), functions_(std::move(functions)),
-        dispatches_(std::move(dispatches)), table_(std::move(table)), lock_(std::move(lock)), slot_(std::move(slot)),
-        sink_(std::move(sink)), order_(std::move(order)), site_(std::move(site)), rows_(rows),
-        row_bytes_(row_bytes), row_address_(row_address), index_(nb::int_(device)) {
+        dtype_(std::move(dtype)), device_(device), stream_of_(std::move(stream_of)), backward_(std::move(backward)),
+        functions_(std::move(functions)), dispatches_(std::move(dispatches)),
+        table_(std::move(table)), lock_(std::move(lock)), slot_(std::move(slot)),
+        sink_(std::move(sink)), order_(std::move(order)),
+        used_(reinterpret_cast<std::int64_t*>(state)), left_(used_ + 1),
+        lines_(reinterpret_cast<Line*>(lines)), site_(site), rows_(rows), row_bytes_(row_bytes),
+        row_address_(row_address), parts_(parts), parts_bytes_(parts_bytes), room_(room),
+        index_(nb::int_(device)) {
     void* driver = dlopen(library.c_str(), RTLD_LAZY | RTLD_LOCAL);
     if (!driver) throw std::runtime_error("the CUDA driver cannot be loaded");
     launch_ = symbol<Launch>(driver, "cuLaunchKernel");
@@ -136,8 +144,7 @@ class Shortcut {
     current_ = symbol<Current>(driver, "cuCtxGetCurrent");
     const auto info = symbol<ParamInfo>(driver, "cuFuncGetParamInfo");
     if (current_(&context_)) throw std::runtime_error("there is no CUDA context");
-    if (x >= values.size() || row >= values.size()) throw std::runtime_error("no such argument");
-    lay_out(info, values, x, row);
+    lay_out(info, values, places);
   }
 
   // `state` is the tap: nothing may be under way that a shortcut would miss, no backward pass that
@@ -173,8 +180,14 @@ class Shortcut {
   }
 
  private:
+  struct Line {
+    std::int64_t site, order, epoch, batch, call;
+  };
+
   void lay_out(ParamInfo info, const std::vector<std::pair<int, std::uint64_t>>& values,
-               std::size_t x, std::size_t row) {
+               const std::array<std::size_t, 3>& places) {
+    for (const std::size_t place : places)
+      if (place >= values.size()) throw std::runtime_error("no such argument");
     std::size_t offset = 0, bytes = 0, count = 0;
     for (; info(function_, count, &offset, &bytes) == 0; ++count) {
       const bool ours = count < values.size();
@@ -182,8 +195,8 @@ class Shortcut {
         throw std::runtime_error("the kernel takes other arguments");
       arguments_.resize(offset + bytes, 0);
       if (ours) std::memcpy(arguments_.data() + offset, &values[count].second, bytes);
-      if (count == x) x_ = offset;
-      if (count == row) row_ = offset;
+      for (std::size_t i = 0; i < places.size(); ++i)
+        if (count == places[i]) offsets_[i] = offset;
     }
     if (count < values.size()) throw std::runtime_error("the kernel takes fewer arguments");
   }
@@ -191,15 +204,15 @@ class Shortcut {
   bool launched(std::uint64_t address) {
     const Names& n = names();
     Locked held(lock_);
-    long used = small(asked(table_, n.used));
-    if (used == rows_) {
+    if (*used_ == rows_) {
       called(table_, n.send);
-      used = small(asked(table_, n.used));
-      if (used == rows_) return false;
+      if (*used_ == rows_) return false;
     }
-    const std::uint64_t row = row_address_ + used * row_bytes_;
-    std::memcpy(arguments_.data() + x_, &address, 8);
-    std::memcpy(arguments_.data() + row_, &row, 8);
+    if (*left_ + room_ > parts_bytes_) called(table_, n.settle);
+    const std::int64_t used = *used_;
+    const std::uint64_t addresses[] = {parts_ + *left_, address, row_address_ + used * row_bytes_};
+    for (std::size_t i = 0; i < offsets_.size(); ++i)
+      std::memcpy(arguments_.data() + offsets_[i], &addresses[i], 8);
     std::size_t size = arguments_.size();
     // CU_LAUNCH_PARAM_BUFFER_POINTER, _SIZE and _END
     void* extra[] = {reinterpret_cast<void*>(1), arguments_.data(), reinterpret_cast<void*>(2),
@@ -212,14 +225,15 @@ class Shortcut {
     }
     if (result)
       throw std::runtime_error("a launch failed with CUDA error " + std::to_string(result));
-    set(table_, n.used, used + 1);
-    nb::object call = answered(asked(slot_, n.calls));
+    *left_ += room_;
+    Line& line = lines_[used];
+    line.call = small(answered(asked(slot_, n.calls)));
+    line.order = small(answered(order_));
+    line.epoch = small(asked(sink_, n.epoch));
+    line.batch = small(asked(sink_, n.batch));
+    line.site = site_;  // from here on it is known
+    *used_ = used + 1;
     set(slot_, n.seen, small(asked(slot_, n.seen)) + 1);
-    nb::object turn = answered(order_);
-    nb::object moment =
-        nb::make_tuple(turn, asked(sink_, n.epoch), asked(sink_, n.batch), call);
-    nb::object line = nb::make_tuple(used, nb::make_tuple(site_, moment));
-    if (PyList_Append(asked(table_, n.lines).ptr(), line.ptr())) throw nb::python_error();
     return true;
   }
 
@@ -231,12 +245,15 @@ class Shortcut {
   unsigned programs_, threads_, shared_;
   std::uint64_t stream_;
   std::vector<char> arguments_;
-  std::size_t x_ = 0, row_ = 0;
+  std::array<std::size_t, 3> offsets_{};
   nb::object type_, shape_, dtype_;
   long device_;
-  nb::object stream_of_, backward_, functions_, dispatches_, table_, lock_, slot_, sink_, order_, site_;
-  long rows_;
-  std::uint64_t row_bytes_, row_address_;
+  nb::object stream_of_, backward_, functions_, dispatches_, table_, lock_, slot_, sink_, order_;
+  std::int64_t *used_, *left_;
+  Line* lines_;
+  std::int64_t site_, rows_;
+  std::uint64_t row_bytes_, row_address_, parts_;
+  std::int64_t parts_bytes_, room_;
   nb::int_ index_;
 };
 
@@ -247,13 +264,16 @@ void bind_shortcut(nb::module_& m) {
   nb::class_<Shortcut>(m, "Shortcut")
       .def(nb::init<const std::string&, std::uintptr_t, unsigned, unsigned, unsigned,
                     std::uintptr_t, const std::vector<std::pair<int, std::uint64_t>>&,
-                    std::size_t, std::size_t, nb::object, nb::object, nb::object, long,
+                    std::array<std::size_t, 3>, nb::object, nb::object, nb::object, long,
                     nb::object, nb::object, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object, nb::object, nb::object, long, std::uint64_t, std::uint64_t>(),
+                    std::uintptr_t, std::uintptr_t, nb::object, nb::object, nb::object,
+                    std::int64_t, std::int64_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                    std::int64_t, std::int64_t>(),
            "library"_a, "function"_a, "programs"_a, "threads"_a, "shared"_a, "stream"_a,
-           "values"_a, "x"_a, "row"_a, "type"_a, "shape"_a, "dtype"_a, "device"_a, "stream_of"_a,
-           "backward"_a, "functions"_a, "dispatches"_a, "table"_a, "lock"_a, "slot"_a, "sink"_a, "order"_a, "site"_a, "rows"_a, "row_bytes"_a,
-           "row_address"_a)
+           "values"_a, "places"_a, "type"_a, "shape"_a, "dtype"_a, "device"_a,
+           "stream_of"_a, "backward"_a, "functions"_a, "dispatches"_a, "table"_a, "lock"_a,
+           "state"_a, "lines"_a, "slot"_a, "sink"_a, "order"_a, "site"_a, "rows"_a, "row_bytes"_a,
+           "row_address"_a, "parts"_a, "parts_bytes"_a, "room"_a)
       .def("__call__", &Shortcut::take, "output"_a.none(), "state"_a);
 }
 

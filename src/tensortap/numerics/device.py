@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -50,10 +50,13 @@ __all__ = [
     "fill_on",
     "has_kernels",
     "lean",
+    "leave_on",
     "merge_into",
     "merge_rows",
+    "parts_on",
     "reset",
     "scratch_on",
+    "settle",
     "warm",
 ]
 
@@ -121,15 +124,39 @@ def _left_of_many(
     return left
 
 
-def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], object] | None:
-    """A launch that fills a row, bound but for the addresses of the tensor and of the row.
+def lean(tensor: torch.Tensor, stream: int) -> Any:
+    """A launch that leaves a row behind, bound but for three addresses: `triton_summary.Lean`.
 
-    `launch(address, row_address)` is for any plain contiguous CUDA tensor of this size, dtype and
-    device that lies at a multiple of 16, on this stream (its address), not while a graph is
-    captured; it looks at nothing. None where there is no kernel for such a tensor.
+    `launch(parts, address, row_address)` is for any plain contiguous CUDA tensor of this size,
+    dtype and device that lies at a multiple of 16, on this stream (its address), not while a graph
+    is captured; it looks at nothing. The row is complete once `settle` ran behind it, for which
+    `room` bytes of parts must stay as they are. None where there is no kernel for such a tensor.
     """
     kernels = _triton() if tensor.is_cuda else None
     return None if kernels is None else kernels.lean(tensor, stream)
+
+
+def leave_on(tensor: torch.Tensor, row: torch.Tensor, parts: torch.Tensor) -> int:
+    """`fill_on` by halves: the bytes of parts that it took for what `settle` is to complete.
+
+    0, having done nothing, where it cannot be, or the parts are too small.
+    """
+    kernels = _triton() if tensor.is_cuda else None
+    return 0 if kernels is None else int(kernels.leave(tensor, row, parts))
+
+
+def settle(rows: torch.Tensor) -> None:
+    """Complete the rows of a CUDA device that were left behind; others stay as they are."""
+    kernels = _triton()
+    if kernels is None:
+        raise OptionError("Rows are left behind by Triton's kernels alone, and they are not here.")
+    kernels.settle(rows)
+
+
+def parts_on(device: torch.device | str, nbytes: int) -> torch.Tensor:
+    """Memory for what rows leave behind."""
+    with torch.inference_mode(False):
+        return torch.empty(nbytes // 8, dtype=torch.float64, device=device)
 
 
 def scratch_on(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -145,10 +172,10 @@ def has_kernels(dtype: torch.dtype) -> bool:
     return kernels is not None and bool(kernels.knows(dtype))
 
 
-def bare(tensor: torch.Tensor, stream: int) -> Any:
+def bare(tensor: torch.Tensor) -> Any:
     """`lean` for a launch by the driver itself: `triton_summary.Bare`, or None."""
     kernels = _triton() if tensor.is_cuda else None
-    return None if kernels is None else kernels.bare(tensor, stream)
+    return None if kernels is None else kernels.bare(tensor)
 
 
 def warm(dtype: torch.dtype, device: torch.device | str) -> bool:

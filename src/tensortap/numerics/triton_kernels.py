@@ -6,6 +6,10 @@ finishes last reduces them all; where there are many, the last of each group of 
 group's partials to one, and the last of all those. Always the same ones in the same order, so the
 bits are always the same.
 
+That last program's work takes as long as reading a tensor of 10 MB does, while nothing else runs on
+its stream. So where a row is not wanted at once, a launch may leave its partials where they are
+(`leave`), and one launch later settles many rows (`settle`), to the same bits.
+
 What bounds a kernel that reads two bytes a value is not the memory but the number of instructions.
 So a span is read in chunks, of which a lane (16 bytes wide) sees `F.steps` times as much. Within a
 chunk a lane sums deviations and their squares in float32, around the mean of its own first values:
@@ -22,7 +26,7 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from tensortap.numerics.summary import COLUMNS, FIRST, WIDTH
 from tensortap.numerics.triton_launch import INTERPRETED
 
-__all__ = ["GROUP", "PARTIAL", "WIDE", "accumulate_many", "accumulate_one"]
+__all__ = ["GROUP", "PARTIAL", "WIDE", "accumulate_many", "accumulate_one", "leave", "settle"]
 
 # The interpreter is slow: there, few stand for many.
 GROUP = 8 if INTERPRETED else 32  # programs of which one reduces: a warp's width, which is quick
@@ -409,20 +413,18 @@ def _reduce_group(parts, many, out):
 
 
 @triton.jit
-def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr, W: tl.constexpr):
+def _write_moments(parts, many, size, count, row, MERGE: tl.constexpr, W: tl.constexpr):
     """Reduce the last partials of a tensor of `size` elements; merge them into its row, or fill it.
 
-    Merged as Summary.merge does it; a row whose count is 0 holds nothing, whatever stands there.
+    Merged as Summary.merge does it; a row whose `count` is 0 holds nothing, whatever stands there.
     """
     finite, nans, ups, downs, zeros, small, full, mean, m2, least, most = _reduced(parts, many, W)
     column = tl.arange(0, _PARTIAL)
     std = tl.sqrt(m2 / tl.maximum(finite, 1.0))
     l2 = tl.sqrt(m2 + finite * mean * mean)  # the kernels' formats have no squares beyond float64
     absmax = tl.where(finite > 0, tl.maximum(tl.abs(least), tl.abs(most)), 0.0)
-    count = tl.full([], 0.0, tl.float64)
     known = finite > 0
     if MERGE:
-        count = tl.load(row)
         held = count - tl.load(row + 1) - tl.load(row + 2) - tl.load(row + 3)
         mean2 = tl.where(held > 0, tl.load(row + 7), mean)
         std2 = tl.where(held > 0, tl.load(row + 8), 0.0)
@@ -449,6 +451,11 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr, W
     if MERGE:
         line += tl.load(row + column, mask=column < 7, other=0.0)
     tl.store(row + column, line, mask=column < _MOMENTS)
+
+
+@triton.jit
+def _write_first(head, size, count, row, F: tl.constexpr):
+    """The first elements, behind those of the `count` elements that the row holds already."""
     place = tl.arange(0, 16)
     taken = tl.minimum(count, 1.0 * _FIRST).to(tl.int32)
     fresh = (place >= taken) & (place < _FIRST)
@@ -458,7 +465,17 @@ def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr, W
     if F.bits == 8 and not F.whole:
         sign = tl.where(raw >= 128, float("-inf"), float("inf"))
         value = tl.where((_bits(raw, F) > F.top) & (_bits(raw, F) < F.nan), sign, value)
-    tl.store(row + _MOMENTS + place, tl.where(held_here, value, nothing), mask=fresh)
+    tl.store(row + _MOMENTS + place, tl.where(held_here, value, float("nan")), mask=fresh)
+
+
+@triton.jit
+def _write(parts, many, head, size, row, F: tl.constexpr, MERGE: tl.constexpr, W: tl.constexpr):
+    """All of a row."""
+    count = tl.full([], 0.0, tl.float64)
+    if MERGE:
+        count = tl.load(row)
+    _write_moments(parts, many, size, count, row, MERGE, W)
+    _write_first(head, size, count, row, F)
 
 
 @triton.jit
@@ -552,3 +569,59 @@ def accumulate_many(
     own = parts + (first + above) * _PARTIAL
     _span(x, start, stop, own + member * _PARTIAL, LANES, F, PACKED)
     _finish(own, counters + above, member // _GROUP, programs, groups, x, size, row, F, MERGE)
+
+
+@triton.jit(do_not_specialize=["size", "chunks", "parts", "row"])
+def leave(
+    size: tl.int64,
+    chunks,
+    LANES: tl.constexpr,
+    F: tl.constexpr,
+    PACKED: tl.constexpr,
+    parts,
+    x,
+    row,
+):
+    """One tensor: as `accumulate_one` does it, but for reducing the partials.
+
+    The row gets the first elements, and says what is left to do: its count is negative, and then
+    come the address of the partials and their number.
+    """
+    EACH: tl.constexpr = F.each
+    STEPS: tl.constexpr = F.steps
+    CHUNK: tl.constexpr = LANES * EACH * STEPS
+    program = tl.program_id(0)
+    start = program.to(tl.int64) * chunks * CHUNK
+    stop = tl.minimum(start + chunks * CHUNK, size)
+    _span(x, start, stop, parts + program * _PARTIAL, LANES, F, PACKED)
+    if program == 0:
+        _write_first(x, size, tl.full([], 0.0, tl.float64), row, F)
+        tl.store(row, -size.to(tl.float64))
+        tl.store((row + 1).to(tl.pointer_type(tl.int64)), parts.to(tl.int64))
+        tl.store(row + 2, tl.num_programs(0).to(tl.float64))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def settle(rows):
+    """What is left to do of many rows, a program each; those with nothing left stay as they are.
+
+    Behind a tensor's partials there is room for those of its groups.
+    """
+    row = rows + tl.program_id(0) * _WIDTH
+    count = tl.load(row)
+    if count < 0:
+        parts = tl.load((row + 1).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.float64))
+        programs = tl.load(row + 2).to(tl.int32)
+        size = (-count).to(tl.int64)
+        nothing = tl.full([], 0.0, tl.float64)
+        tl.debug_barrier()
+        if programs <= _WIDE:
+            _write_moments(parts, programs, size, nothing, row, False, _WIDE)
+        else:
+            groups = (programs + _GROUP - 1) // _GROUP
+            above = parts + programs * _PARTIAL
+            for group in range(groups):
+                many = tl.minimum(programs - group * _GROUP, _GROUP)
+                _reduce_group(parts + group * _GROUP * _PARTIAL, many, above + group * _PARTIAL)
+            tl.debug_barrier()
+            _write_moments(above, groups, size, nothing, row, False, _GROUP)

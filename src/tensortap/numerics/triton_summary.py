@@ -27,13 +27,17 @@ from tensortap.numerics.triton_launch import INTERPRETED, Entry, entry, handle_o
 
 __all__ = [
     "Bare",
+    "Lean",
     "Scratch",
     "accumulate",
     "accumulate_many",
     "bare",
     "knows",
     "lean",
+    "leave",
+    "room_of",
     "scratch",
+    "settle",
     "warm",
 ]
 
@@ -114,63 +118,121 @@ def accumulate_many(
     return left
 
 
-def lean(tensor: torch.Tensor, stream: int) -> Callable[[int, int], Any] | None:
-    """`launch(address, row_address)`, everything else bound, which fills the row.
+class Lean(NamedTuple):
+    """`launch(parts, address, row)`, everything else bound, and how many bytes of parts it wants.
 
-    For any contiguous tensor of this size, dtype and device at an address that 16 divides, on this
-    stream, while the device is the current one. No argument is looked at. None where the tensor is
-    not one to read here, or a graph is being captured.
+    It leaves a row behind that `settle` completes, the parts being as they were left.
     """
-    found = _prepared(tensor, stream)
-    if found is None:
-        return None
-    (call, front), programs, arguments, form = found
-    return partial(
-        call, programs, 1, 1, stream, *front, *arguments, 0, _LANES, form,
-        _packed(tensor.get_device(), form), False,
-    )  # fmt: skip
 
-
-def bare(tensor: torch.Tensor, stream: int) -> Bare | None:
-    """The same for the driver itself; None also where Triton does not say how."""
-    found = _prepared(tensor, stream)
-    handle = None if found is None else handle_of(found[0])
-    if found is None or handle is None:
-        return None
-    _, programs, (parts, counters, size, chunks), _ = found
-    values = ((8, parts), (8, counters), (8, size), (4, chunks), (8, 0), (8, 0), (8, 0))
-    return Bare(handle.function, programs, handle.threads, handle.shared, values, x=5, row=6)
+    launch: Callable[[int, int, int], Any]
+    room: int
 
 
 class Bare(NamedTuple):
-    """A launch of the kernel: its arguments as (bytes, value), and which of them are the addresses
-    of the tensor and of the row."""
+    """The same for the driver itself: the kernel's arguments as (bytes, value), and which of them
+    are the addresses of the parts, of the tensor and of the row."""
 
     function: int
     programs: int
     threads: int
     shared: int
     values: tuple[tuple[int, int], ...]
+    parts: int
     x: int
     row: int
 
 
-def _prepared(
-    tensor: torch.Tensor, stream: int
-) -> tuple[Entry, int, tuple[int, int, int, int], Format] | None:
-    """The kernel that fills a row from such tensors, its programs and first arguments."""
+def lean(tensor: torch.Tensor, stream: int) -> Lean | None:
+    """The bound launch for tensors like this one, whatever they hold.
+
+    For any contiguous tensor of this size, dtype and device at an address that 16 divides, on this
+    stream, while the device is the current one. No argument is looked at. None where the tensor is
+    not one to read here, or a graph is being captured.
+    """
+    found = _prepared(tensor)
+    if found is None:
+        return None
+    (call, front), programs, chunks, size, form = found
+    packed = _packed(tensor.get_device(), form)
+    launch = partial(
+        call, programs, 1, 1, stream, *front, size, chunks, _LANES, form, packed
+    )  # fmt: skip
+    return Lean(launch, room_of(programs))
+
+
+def bare(tensor: torch.Tensor) -> Bare | None:
+    """The same for the driver itself; None also where Triton does not say how."""
+    found = _prepared(tensor)
+    handle = None if found is None else handle_of(found[0])
+    if found is None or handle is None:
+        return None
+    _, programs, chunks, size, _ = found
+    values = ((8, size), (4, chunks), (8, 0), (8, 0), (8, 0))
+    return Bare(handle.function, programs, handle.threads, handle.shared, values, 2, 3, 4)
+
+
+def _prepared(tensor: torch.Tensor) -> tuple[Entry, int, int, int, Format] | None:
+    """The kernel that leaves rows of such tensors, its programs, chunks of each, and elements."""
     index = tensor.get_device()
-    seen = _readable(tensor) if tensor.is_contiguous() else None
+    known = tensor.is_contiguous() and not tensor.is_complex()  # whose next one may be a conjugate
+    seen = _readable(tensor) if known else None
     if seen is None or index < 0 or _BROKEN or _capturing(index) or not tensor.numel():
         return None
     form, size = seen[2], seen[0].numel()
     with torch.cuda.device(index):
-        way = _way(("one", index, form, True, False), False)
-        parts, counters = _scratch(index, stream)
-    if way is None:
+        ways = _way(("leave", index, form, True, False), False), _settling(index)
+    if ways[0] is None or ways[1] is None:
         return None
-    programs, chunks = _shares(index, form, size)
-    return way, programs, (parts.data_ptr(), counters.data_ptr(), size, chunks), form
+    return ways[0], *_shares(index, form, size), size, form
+
+
+def room_of(programs: int) -> int:
+    """The bytes of a tensor's partials, and of those of its groups."""
+    return (programs + -(-programs // GROUP)) * PARTIAL * 8
+
+
+def leave(tensor: torch.Tensor, row: torch.Tensor, parts: torch.Tensor) -> int:
+    """Leave a row of a contiguous tensor behind; the bytes of `parts` that it takes.
+
+    0, having done nothing, where that is not for here, or the parts are too small.
+    """
+    index = tensor.get_device()
+    seen = _readable(tensor) if tensor.is_contiguous() else None
+    if seen is None or _BROKEN or not _is_row(row, index) or not tensor.numel():
+        return 0
+    values, _, form = seen
+    capturing = _capturing(index)
+    if values.data_ptr() % 16 or parts.get_device() != index or _settling(index, capturing) is None:
+        return 0
+    way = _way(("leave", index, form, True, False), capturing)
+    programs, chunks = _shares(index, form, values.numel())
+    room = room_of(programs)
+    if way is None or room > parts.nbytes or (index >= 0 and index != torch.cuda.current_device()):
+        return 0
+    call, front = way
+    call(
+        programs, 1, 1, _stream(index), *front, values.numel(), chunks, _LANES, form,
+        _packed(index, form), _at(parts), _at(values), _at(row),
+    )  # fmt: skip
+    return room
+
+
+def settle(rows: torch.Tensor) -> None:
+    """Complete the rows that were left; the others stay as they are. On the current stream."""
+    index = rows.get_device()
+    if not len(rows):
+        return
+    with _on(index):
+        way = _settling(index, _capturing(index))
+        if way is None:  # whoever leaves a row has asked for this kernel
+            raise RuntimeError("there is no kernel to settle rows with")
+        call, front = way
+        call(len(rows), 1, 1, _stream(index), *front, _at(rows))
+
+
+def _settling(index: int, capturing: bool = False) -> Entry | None:
+    form = FORMATS[torch.float32]  # any: rows are all alike
+    return _way(("settle", index, form, True, False), capturing)
 
 
 def knows(dtype: torch.dtype) -> bool:
@@ -189,6 +251,7 @@ def warm(dtype: torch.dtype, device: torch.device) -> bool:
         for aligned in (True, False)
         for merge in (True, False)
     ]
+    ways += [_way(("leave", index, form, True, False), False), _settling(index)]
     return None not in ways
 
 
@@ -238,7 +301,12 @@ def _compiled(variant: _Variant) -> Entry:
         one = raw if aligned else raw[1:]
         parts, counters = _own_scratch(index, 1)
         ways = (_LANES, form, _packed(index, form), merge)
-        if kind == "one":
+        args: list[Any]
+        if kind == "settle":
+            jit, args = kernels.settle, [row]
+        elif kind == "leave":
+            jit, args = kernels.leave, [1, 1, *ways[:3], parts, one, row]
+        elif kind == "one":
             jit, args = kernels.accumulate_one, [parts, counters, 1, 1, 0, *ways, one, row]
         else:
             table = [0, one.data_ptr(), 1, 0, 1, 0]

@@ -4,27 +4,34 @@ Asking a device for one number stops it until it has answered. So a row is writt
 stream that made the tensor (whatever overwrites the tensor comes behind in that order), and a table
 of rows comes over when it is full, or when somebody wants what there is: one copy, and an event
 for the writer's thread to wait for.
+
+A kernel may leave a row half done, with parts of it in memory beside the table (`room`): one launch
+completes all such rows before they come over.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from ..numerics import device as on_device
 from ..numerics.summary import WIDTH
 from .parcel import Moment
 
-__all__ = ["ROWS", "ROW_BYTES", "DeviceTable", "DeviceTables", "Ticket", "cuda_in_use"]
+__all__ = ["ROWS", "ROW_BYTES", "DeviceTable", "DeviceTables", "Lines", "Ticket", "cuda_in_use"]
 
 ROWS = 1024
 ROW_BYTES = WIDTH * 8
+_PARTS = 16 << 20  # bytes for what rows leave
 
 Line = tuple[int, Moment]
+Lines = np.ndarray[Any, np.dtype[np.int64]]
+"""A line a row: site, order, epoch, batch, call. Of one that is not known yet, the site is -1."""
 
 
 def cuda_in_use() -> bool:
@@ -38,7 +45,7 @@ class PutRows(Protocol):
 
     def __call__(
         self,
-        lines: Sequence[Line],
+        lines: Sequence[Line] | Lines,
         table: torch.Tensor,
         ready: Any = None,
         *,
@@ -58,20 +65,66 @@ class Ticket:
 
 
 class DeviceTable:
-    """Rows of one stream. Who fills one by a launch of its own holds `lock` from row to line."""
+    """Rows of one stream. Who fills one by a launch of its own holds `lock` from row to line.
+
+    `state` (rows in use, bytes of parts in use) and `lines` are plain memory, which the core writes
+    to as well: see native/shortcut.cpp.
+    """
 
     def __init__(self, device: torch.device, put_rows: PutRows) -> None:
         self.lock = threading.Lock()
-        self.used = 0
-        self.lines: list[tuple[int, Line]] = []
+        self.state: np.ndarray[Any, np.dtype[np.int64]] = np.zeros(2, np.int64)
+        self.lines: Lines = np.full((ROWS, 5), -1, np.int64)
         self.stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False):
             self.rows = torch.empty(ROWS, WIDTH, dtype=torch.float64, device=device)
         self.address = self.rows.data_ptr()
+        self.parts: torch.Tensor | None = None
         self._views = self.rows.unbind(0)
         self._put_rows = put_rows
+        self._settled = 0  # rows before which none is left half done
         self._open: list[Ticket] = []
         self._sketches: dict[int, torch.Tensor] = {}  # by row
+
+    @property
+    def used(self) -> int:
+        return int(self.state[0])
+
+    @used.setter
+    def used(self, count: int) -> None:
+        self.state[0] = count
+
+    def make_parts(self) -> torch.Tensor:
+        """Memory for what rows leave; once."""
+        if self.parts is None:
+            self.parts = on_device.parts_on(self.rows.device, _PARTS)
+        return self.parts
+
+    def next_row(self) -> int:
+        """The row to fill next, -1 where none can be had now; the caller holds the lock."""
+        if self.used == ROWS:
+            self.send()
+        return -1 if self.used == ROWS else self.used
+
+    def room(self, nbytes: int) -> int:
+        """Where a row may leave so many bytes, until it is settled; the caller holds the lock."""
+        parts = self.make_parts()
+        if self.state[1] + nbytes > parts.nbytes:
+            self.settle()
+        at = parts.data_ptr() + int(self.state[1])
+        self.state[1] += nbytes
+        return at
+
+    def add(self, site: int, moment: Moment) -> None:
+        """Count the next row, which was just filled, and say where and when it stands."""
+        self.lines[self.used] = (site, *moment)
+        self.state[0] += 1
+
+    def settle(self) -> None:
+        """Complete the rows that were left; the caller holds the lock."""
+        with torch.cuda.stream(self.stream):
+            on_device.settle(self.rows[self._settled : self.used])
+        self._settled, self.state[1] = self.used, 0
 
     def take(self, tensor: torch.Tensor, sketch: torch.Tensor | None = None) -> Ticket:
         """Sum a tensor up as it is now; the line comes later."""
@@ -94,9 +147,10 @@ class DeviceTable:
 
     def put(self, rows: torch.Tensor, lines: Sequence[Line]) -> None:
         """The same of rows whose lines are known."""
+        known = np.array([(site, *moment) for site, moment in lines], np.int64).reshape(-1, 5)
         with self.lock:
-            first = self._add(rows)  # which may begin a new list of lines
-            self.lines += enumerate(lines, first)
+            first = self._add(rows)  # which may begin a new table
+            self.lines[first : first + len(known)] = known
 
     def _add(self, rows: torch.Tensor) -> int:
         """Copy as many rows as a table holds, or fewer; the first one's place."""
@@ -109,9 +163,10 @@ class DeviceTable:
 
     def line(self, ticket: Ticket, line: Line) -> None:
         """Say where and when the row of a ticket stands."""
+        site, moment = line
         with self.lock:
             if ticket.host is None:
-                self.lines.append((ticket.index, line))
+                self.lines[ticket.index] = (site, *moment)
                 self._open.remove(ticket)
                 if ticket.sketch is not None:
                     self._sketches[ticket.index] = ticket.sketch
@@ -127,19 +182,22 @@ class DeviceTable:
         """
         if not self.used or self._captured():
             return
+        if self.state[1]:
+            self.settle()
         late = [ticket.sketch for ticket in self._open if ticket.sketch is not None]
         host, sketches, ready = self._copy(self.used, [*self._sketches.values(), *late])
-        lines, self.lines, self.used = self.lines, [], 0  # now that the copy has not failed
+        lines = self.lines[: self.used].copy()  # now that the copy has not failed
+        self.lines[: self.used, 0] = -1
+        self.used = self._settled = 0
         known = dict(zip(self._sketches, sketches, strict=False))
         coming = iter(sketches[len(known) :])
         for ticket in self._open:
             ticket.host, ticket.ready = host, ready
             ticket.sketch = None if ticket.sketch is None else next(coming)
         self._open, self._sketches = [], {}
-        for first, group in _runs(sorted(lines)):
-            last = first + len(group)
+        for first, last in _runs(lines[:, 0] >= 0):
             here = {at - first: known[at] for at in range(first, last) if at in known}
-            self._put_rows(group, host[first:last], ready, sketches=here)
+            self._put_rows(lines[first:last], host[first:last], ready, sketches=here)
 
     def _captured(self) -> bool:
         if self.stream is None:
@@ -167,15 +225,10 @@ def _pinned(values: torch.Tensor) -> torch.Tensor:
     return host.copy_(values, non_blocking=True)
 
 
-def _runs(lines: Iterable[tuple[int, Line]]) -> list[tuple[int, list[Line]]]:
-    """Lines of neighbouring rows together: (the first row, its line and those behind it)."""
-    runs: list[tuple[int, list[Line]]] = []
-    for index, line in lines:
-        if runs and runs[-1][0] + len(runs[-1][1]) == index:
-            runs[-1][1].append(line)
-        else:
-            runs.append((index, [line]))
-    return runs
+def _runs(known: np.ndarray[Any, np.dtype[np.bool_]]) -> list[tuple[int, int]]:
+    """Neighbouring rows together: (the first, one behind the last) of each run of known ones."""
+    edges = np.flatnonzero(np.diff(known, prepend=False, append=False))
+    return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
 
 class DeviceTables:

@@ -8,7 +8,6 @@ tensors share a parcel and large ones go at once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -74,7 +73,7 @@ class Parcel:
     used: int = 0
     entries: list[Entry] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
-    coming: Sequence[tuple[int, Moment]] = ()  # rows whose summaries are the table, one by one
+    coming: np.ndarray[Any, Any] | None = None  # lines (site, moment) of the table, one by one
     table: np.ndarray[Any, Any] | None = None
     table_address: int = 0
     summaries: int = 0
@@ -87,7 +86,7 @@ class Parcel:
     rows_at: int | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.entries or self.lines or self.coming)
+        return bool(self.entries or self.lines or self.coming is not None)
 
     def room(self) -> int:
         return 0 if self.buffer is None else self.buffer.capacity - self.used

@@ -26,11 +26,11 @@ from .arena import Arena
 from .cuda import relax_captures
 from .dtypes import from_bytes, storage_of
 from .output import PAGE, SegmentOutput
-from .parcel import Broken, Entry, Flush, Line, Moment, Parcel
+from .parcel import Broken, Entry, Flush, Line, Parcel
 from .pieces import address_of, bytes_at, pieces
 from .rows import Sparse, fill_row, sparse
 from .schema import Site
-from .segment import ALIGNMENT, tensor_id
+from .segment import ALIGNMENT, HeaderBuilder, tensor_id
 from .store import Store
 
 __all__ = ["REMEMBERED", "Key", "Spool"]
@@ -72,6 +72,7 @@ class Spool:
         self._store = store
         self._arena = arena
         self._sites = sites
+        self._places: tuple[HeaderBuilder | None, dict[int, int]] = (None, {})
         self._rank = rank
         self._seal_size = seal_size
         self._seal_after = seal_after
@@ -205,10 +206,10 @@ class Spool:
             parcel.sketches = {at: values.copy() for at, values in parcel.sketches.items()}
         for line in parcel.lines:
             self._add_line(line, parcel)
-        start = 0
-        while start < len(parcel.coming):
+        start, coming = 0, parcel.coming
+        while coming is not None and start < len(coming):
             together = _FEW if self._segment().streamed else _MANY
-            self._add_rows(parcel, start, parcel.coming[start : start + together])
+            self._add_rows(parcel, start, coming[start : start + together])
             start += together
         if self._early:
             self._add_early(parcel)
@@ -375,7 +376,7 @@ class Spool:
         site = builder.site(self._sites[line.site])
         builder.row((site, *line.moment, number, index))
 
-    def _add_rows(self, parcel: Parcel, start: int, coming: Sequence[tuple[int, Moment]]) -> None:
+    def _add_rows(self, parcel: Parcel, start: int, coming: np.ndarray[Any, Any]) -> None:
         """Many summary rows at once: a model that launches kernels waits while Python works."""
         assert parcel.table is not None
         table = parcel.table[start : start + len(coming)]
@@ -383,22 +384,30 @@ class Spool:
         if parcel.present_only:
             places = np.flatnonzero(table[:, 0]).tolist()
             if len(places) < len(coming):
-                table, coming = table[places], [coming[at] for at in places]
-        if not coming:
+                table, coming = table[places], coming[places]
+        if not len(coming):
             return
         builder = self._segment().builder
-        sites = {site: builder.site(self._sites[site]) for site in {site for site, _ in coming}}
+        rows: Any = np.empty((len(coming), 7), np.int64)
+        rows[:, 0] = [self._placed(builder, site) for site in coming[:, 0].tolist()]
+        rows[:, 1:5] = coming[:, 1:]
+        rows[:, 5] = -1
         first = builder.summary(table)
-        builder.add_rows(
-            [
-                (sites[site], *moment, -1, index)
-                for index, (site, moment) in enumerate(coming, start=first)
-            ]
-        )
+        rows[:, 6] = np.arange(first, first + len(coming))
+        builder.add_rows(list(map(tuple, rows.tolist())))
         if parcel.sketches:
             for at, place in enumerate(places):
                 if start + place in parcel.sketches:
                     builder.sketch(first + at, parcel.sketches[start + place])
+
+    def _placed(self, builder: HeaderBuilder, site: int) -> int:
+        """A site's place in a segment; looked up once a segment, as to compare sites is slow."""
+        if self._places[0] is not builder:
+            self._places = (builder, {})
+        place = self._places[1].get(site)
+        if place is None:
+            place = self._places[1][site] = builder.site(self._sites[site])
+        return place
 
     def _sync(self) -> None:
         """Wait for the disk itself to have what was sealed since the last time."""

@@ -395,7 +395,7 @@ class Writer:
 
     def put_rows(
         self,
-        lines: Sequence[tuple[int, Moment]],
+        lines: Sequence[tuple[int, Moment]] | np.ndarray[Any, Any],
         table: torch.Tensor,
         ready: Ready | None = None,
         *,
@@ -406,6 +406,7 @@ class Writer:
 
         `table` is a CPU tensor of (len(lines), WIDTH) float64 that is complete once `ready` has
         been waited for: the writer's thread does that, and from then on needs the table no more.
+        Lines may be an array of (site, order, epoch, batch, call), which nobody else changes.
         Without `ready` it is complete now. With `present_only`, rows whose count is 0 are dropped.
         `sketches` are a few values of the tensors behind some of the rows, complete with them.
         """
@@ -415,10 +416,12 @@ class Writer:
                 f"{len(lines)} summary rows are ({len(lines)}, {WIDTH}) float64 numbers, but got "
                 f"{table.dtype} of shape {tuple(table.shape)}. Make them with empty_rows()."
             )
-        if not lines or not self._takes():
+        if not len(lines) or not self._takes():
             return
         if ready is None:
             rows = rows.copy()
+        if not isinstance(lines, np.ndarray):
+            lines = np.array([(site, *moment) for site, moment in lines], np.int64)
         parcel = Parcel(coming=lines, table=rows, ready=ready, present_only=present_only)
         for index, values in (sketches or {}).items():
             sketch = values.detach().numpy()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -30,6 +31,7 @@ from .unseen import unseen
 __all__ = ["Captures", "Event", "Part", "part_of"]
 
 _ROOM = 2048  # rows that are free, at least, when a capture begins
+_PARTS = 4 << 20  # bytes of a graph for what rows leave until they are settled
 
 # What a graph that may be replayed writes to must stay, whether its recording is open or not. There
 # may be several recordings of one graph.
@@ -72,6 +74,9 @@ class _Captured:
     first: int = 0
     rows: int = 0
     scratch: tuple[torch.Tensor, torch.Tensor] | None = None
+    parts: torch.Tensor | None = None
+    left: int = 0  # bytes of them
+    settled: int = 0  # rows that are complete
     stream: int = 0  # whose launches come one behind the other, so that they share the scratch
     plain: list[tuple[Slot, int]] | None = None  # slot and site of each row, if that is all
 
@@ -156,7 +161,7 @@ class Captures:
                     self._make_room(found)
             self._now[get_ident()] = found
             self._graphs[graph] = found
-            _KEPT.setdefault(graph, []).append((found.block, found.scratch))
+            _KEPT.setdefault(graph, []).append((found.block, found.scratch, found.parts))
         except Exception as error:  # the model must not notice
             self._fail(error)
 
@@ -165,6 +170,7 @@ class Captures:
         if found is None or self._sink is None:
             return
         try:
+            self._settle(found)
             found.events += self._left()
             if not self._ports.inputs:  # with which a call may have begun in another graph
                 found.plain = _plain(self._sink, found)
@@ -181,6 +187,8 @@ class Captures:
         if self._borrow(found, device):
             self._warm(found)
         found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
+        if found.scratch is not None:
+            found.parts = on_device.parts_on(device, _PARTS)
         torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
 
     def _warm(self, found: _Captured) -> None:
@@ -263,14 +271,38 @@ class Captures:
                 raise TypeError(
                     f"its CUDA graph holds more than {found.rows} values; capture it again"
                 )
-            scratch = found.scratch if _stream(tensor.device) == found.stream else None
             values = tensor.detach()
             if not values.is_contiguous() or values.data_ptr() % 16:  # what every kernel can read
                 values = values.clone(memory_format=torch.contiguous_format)
-            on_device.fill_on(values, found.block[found.first + found.rows], scratch)
+            self._fill(found, values, found.block[found.first + found.rows])
         part.row = found.rows
         found.rows += 1
         return part
+
+    def _fill(self, found: _Captured, values: torch.Tensor, row: torch.Tensor) -> None:
+        """Have the graph fill a row: by halves, where that is possible, as it takes less time."""
+        same = _stream(values.device) == found.stream
+        if same and found.parts is not None:
+            if found.left > found.parts.nbytes // 2:  # which is more than any tensor wants
+                self._settle(found)
+            took = on_device.leave_on(values, row, found.parts[found.left // 8 :])
+            found.left += took
+            if took:
+                return
+        on_device.fill_on(values, row, found.scratch if same else None)
+
+    def _settle(self, found: _Captured) -> None:
+        """Have the graph complete the rows that it has left until now."""
+        if not found.left or found.block is None:
+            return
+        device = found.block.device
+        there: Any = nullcontext()
+        if _stream(device) != found.stream:
+            other: Any = torch.cuda.ExternalStream  # untyped in torch
+            there = torch.cuda.stream(other(found.stream, device))
+        with there:
+            on_device.settle(found.block[found.first + found.settled : found.first + found.rows])
+        found.settled, found.left = found.rows, 0
 
     # Behind a replay.
 

@@ -51,7 +51,8 @@ class _Known:
     stream: int
     site: int
     table: DeviceTable
-    launch: Callable[[int, int], object]
+    launch: Callable[[int, int, int], object]
+    room: int  # bytes that the launch leaves for later
     native: Any
 
 
@@ -73,11 +74,11 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
         key = (output.shape, output.dtype, index, stream)
         found = known.get(key)
         if found is None and key not in known:
-            launch = on_device.lean(output, stream)
-            if launch is not None:
+            lean = on_device.lean(output, stream)
+            if lean is not None:
                 site, table = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
-                native = _native(output, stream, slot, sink, table, site)
-                found = _Known(*key, site, table, launch, native)
+                native = _native(output, stream, slot, sink, table, site, lean.room)
+                found = _Known(*key, site, table, lean.launch, lean.room, native)
             if len(known) >= _MOST_KNOWN:
                 known.clear()
             known[key] = found
@@ -107,16 +108,12 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
             return False
         table = now.table
         with table.lock:
-            if table.used == ROWS:
-                table.send()
-            row = table.used
-            if row == ROWS:
+            row = table.next_row()
+            if row < 0:
                 return False
-            now.launch(address, table.address + row * ROW_BYTES)
-            table.used = row + 1
+            now.launch(table.room(now.room), address, table.address + row * ROW_BYTES)
             slot.seen += 1
-            moment = (order(), sink.epoch, sink.batch, slot.next_call())
-            table.lines.append((row, (now.site, moment)))
+            table.add(now.site, (order(), sink.epoch, sink.batch, slot.next_call()))
         return True
 
     way.take = take
@@ -124,40 +121,51 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
 
 
 def _native(
-    output: torch.Tensor, stream: int, slot: Slot, sink: Sink, table: DeviceTable, site: int
+    output: torch.Tensor,
+    stream: int,
+    slot: Slot,
+    sink: Sink,
+    table: DeviceTable,
+    site: int,
+    room: int,
 ) -> Any:
     """The core's own way for outputs like this one, or None: see native/shortcut.cpp."""
-    bare = on_device.bare(output, stream) if core is not None else None
+    bare = on_device.bare(output) if core is not None else None
     if core is None or bare is None:
         return None
     try:
+        parts = table.make_parts()
         return core.Shortcut(
-            DRIVER,
-            bare.function,
-            bare.programs,
-            bare.threads,
-            bare.shared,
-            stream,
-            list(bare.values),
-            bare.x,
-            bare.row,
-            torch.Tensor,
-            output.shape,
-            output.dtype,
-            output.get_device(),
-            questions()[0],
-            _backward,
-            _functions,
-            _dispatches,
-            table,
-            table.lock,
-            slot,
-            sink,
-            sink.next_order,
-            site,
-            ROWS,
-            ROW_BYTES,
-            table.address,
+            library=DRIVER,
+            function=bare.function,
+            programs=bare.programs,
+            threads=bare.threads,
+            shared=bare.shared,
+            stream=stream,
+            values=list(bare.values),
+            places=(bare.parts, bare.x, bare.row),
+            type=torch.Tensor,
+            shape=output.shape,
+            dtype=output.dtype,
+            device=output.get_device(),
+            stream_of=questions()[0],
+            backward=_backward,
+            functions=_functions,
+            dispatches=_dispatches,
+            table=table,
+            lock=table.lock,
+            state=table.state.ctypes.data,
+            lines=table.lines.ctypes.data,
+            slot=slot,
+            sink=sink,
+            order=sink.next_order,
+            site=site,
+            rows=ROWS,
+            row_bytes=ROW_BYTES,
+            row_address=table.address,
+            parts=parts.data_ptr(),
+            parts_bytes=parts.nbytes,
+            room=room,
         )
     except RuntimeError:  # a driver that does not say what a kernel takes
         return None
