@@ -17,7 +17,7 @@ from test_summary_values import HARD, from_bytes, noise
 
 import tensortap.numerics.backend as backend
 from tensortap.errors import OptionError
-from tensortap.numerics.difference import Difference
+from tensortap.numerics.difference import Difference, difference
 from tensortap.numerics.profile import profile
 
 triton = pytest.importorskip("triton")
@@ -237,6 +237,7 @@ def test_kernels_that_cannot_run_are_said_and_replaced(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(triton_difference, "launch", fails)
     monkeypatch.setattr(triton_difference, "_BROKEN", [])
+    monkeypatch.setattr(backend, "_FAILED", [])
     x = torch.randn(50, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(backend, "pick_pair", lambda r, c: backend.BACKENDS["triton"])
     with pytest.warns(RuntimeWarning, match=r"RuntimeError: no C compiler\)\. Torch does it"):
@@ -245,6 +246,67 @@ def test_kernels_that_cannot_run_are_said_and_replaced(monkeypatch: pytest.Monke
         )
     assert found[0] == difference_by("reference", x, x + 1).row
     assert triton_difference._BROKEN
+
+
+def out_of_resources(*_: object) -> None:
+    try:
+        raise MemoryError("shared memory:\nRequired 300000, limit 101376")
+    except MemoryError as error:
+        raise RuntimeError("at 22:4") from error
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels may fail, and who picks them knows no more than that."""
+    monkeypatch.setattr(backend, "_FAILED", [])
+    names = {False: "triton", True: "reference"}
+    picked = lambda r, c: backend.BACKENDS[names[bool(backend._FAILED)]]  # noqa: E731
+    monkeypatch.setattr(backend, "pick_pair", picked)
+
+
+@pytest.mark.parametrize("name", ["sample", "values", "histogram"])
+def test_nor_does_one_that_cannot_be_compiled_for_percentiles_end_a_comparison(
+    monkeypatch: pytest.MonkeyPatch, failing: None, name: str
+) -> None:
+    monkeypatch.setattr(triton_percentiles.Distances, name, out_of_resources)
+    x = torch.randn(50, generator=torch.Generator().manual_seed(1))
+    why = r"\(MemoryError: shared memory: Required 300000, limit 101376\)\. Torch does it instead"
+    with pytest.warns(RuntimeWarning, match=why) as said:
+        found = [difference(x, x + 1) for _ in range(2)]
+    assert len(said) == 1 and len(backend._FAILED) == 1
+    expected = difference_by("reference", x, x + 1)
+    assert all((one.row, one.p99) == (expected.row, expected.p99) for one in found)
+
+
+def test_nor_one_for_profiles(monkeypatch: pytest.MonkeyPatch, failing: None) -> None:
+    monkeypatch.setattr(triton_difference, "profile_on", out_of_resources)
+    x = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(1))
+    with pytest.warns(RuntimeWarning, match="Torch does it instead"):
+        assert_defines(profile(x, x + 1), x, x + 1)
+
+
+def test_what_the_pairs_or_the_memory_fail_with_is_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, failing: None
+) -> None:
+    x, by = torch.ones(9), backend.BACKENDS["triton"]
+
+    def pairs():
+        yield x, x
+        raise RuntimeError("segment 3 cannot be read")
+
+    with pytest.raises(RuntimeError, match="segment 3"):
+        by.difference_row(pairs, percentiles=True, rtol=None, atol=None)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(triton_percentiles.Distances, "sample", full)
+    monkeypatch.setattr(triton_difference, "profile_on", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        by.difference_row(lambda: iter([(x, x)]), percentiles=True, rtol=None, atol=None)
+    with pytest.raises(torch.OutOfMemoryError):
+        by.profile_rows(x[None], x[None])
+    assert not backend._FAILED
 
 
 def test_what_the_kernels_read() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "REFERENCE", "Backend", "describe", "pick", "pick_pair"]
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 Table = NDArray[np.float64]
 
 
@@ -47,7 +49,7 @@ class Backend(Protocol):
 
     def difference_row(
         self,
-        stream: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        stream: Callable[[], Iterator[Pair]],
         *,
         percentiles: bool,
         rtol: float | None,
@@ -91,25 +93,75 @@ class _Triton:
 
     def difference_row(
         self,
-        stream: Callable[[], Iterator[tuple[torch.Tensor, torch.Tensor]]],
+        stream: Callable[[], Iterator[Pair]],
         *,
         percentiles: bool,
         rtol: float | None,
         atol: float | None,
     ) -> tuple[Sequence[float], Sequence[float] | None, Histogram | None]:
-        from tensortap.numerics.triton_difference import KernelsFailed, TritonDifference
+        from tensortap.numerics.triton_difference import TritonDifference
 
-        by: Backend | TritonDifference = TritonDifference()
+        pairs, by = _Pairs(stream), TritonDifference()
         try:
-            return by.difference_row(stream, percentiles=percentiles, rtol=rtol, atol=atol)
-        except KernelsFailed:  # which has been said
-            by = REFERENCE
-        return by.difference_row(stream, percentiles=percentiles, rtol=rtol, atol=atol)
+            return by.difference_row(pairs, percentiles=percentiles, rtol=rtol, atol=atol)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if error is pairs.error:
+                raise
+            _give_up(error)
+        return REFERENCE.difference_row(stream, percentiles=percentiles, rtol=rtol, atol=atol)
 
     def profile_rows(self, reference: torch.Tensor, candidate: torch.Tensor) -> tuple[Table, Table]:
         from tensortap.numerics.triton_difference import TritonDifference
 
-        return TritonDifference().profile_rows(reference, candidate)
+        try:
+            return TritonDifference().profile_rows(reference, candidate)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _give_up(error)
+        return REFERENCE.profile_rows(reference, candidate)
+
+
+class _Pairs:
+    """A stream of pairs that remembers its own error, which is no kernel's."""
+
+    def __init__(self, stream: Callable[[], Iterator[Pair]]) -> None:
+        self._stream = stream
+        self.error: Exception | None = None
+
+    def __call__(self) -> Iterator[Pair]:
+        try:
+            yield from self._stream()
+        except Exception as error:
+            self.error = error
+            raise
+
+
+_FAILED: list[Exception] = []  # what kernels for pairs have failed with
+
+
+def _give_up(error: Exception) -> None:
+    """Triton may be installed where it cannot work, or not all of it: as without a C compiler, or
+    on a GPU that is too small or unknown to it. Torch compares pairs from then on.
+    """
+    from tensortap.numerics.triton_difference import KernelsFailed
+
+    said = bool(_FAILED) or isinstance(error, KernelsFailed)
+    _FAILED.append(error)
+    if said:
+        return
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # Triton's own say no more than where
+        cause = cause.__cause__
+    why = " ".join(str(cause).split())[-200:]
+    warnings.warn(
+        f"Triton could not compute a difference ({type(cause).__name__}: {why}). "
+        "Torch does it instead: the same numbers, more slowly.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 REFERENCE: Backend = _Reference()
@@ -175,7 +227,7 @@ def pick_pair(reference: torch.Tensor, candidate: torch.Tensor) -> Backend:
     if forced == "reference":
         return REFERENCE
     if reference.is_cuda:
-        kernels = _kernels() if forced != "native" else None
+        kernels = _kernels() if forced != "native" and not _FAILED else None
         suits = kernels is not None and kernels.suits_pair(reference, candidate)
         return _TRITON if suits else REFERENCE
     return _NATIVE if forced != "triton" and suits_pair(reference, candidate) else REFERENCE
