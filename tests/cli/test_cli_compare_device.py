@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from commands import Run
+
+import tensortap.numerics.backend as choosing
+from tensortap.cli.doctor import doctor
 
 needs_no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
 
@@ -63,7 +67,34 @@ def test_doctor_says_why_there_is_no_gpu(run: Run) -> None:
     assert cuda["pinned"] == {"works": None, "why": "there is no CUDA device"}
     text = run("doctor").out
     assert f"no device: {cuda['why']}" in text
-    assert "kernels" not in text
+    assert "kernels" not in text and "on cuda" not in text
+
+
+@pytest.mark.parametrize(
+    ("forced", "kernels", "backend", "why"),
+    [
+        (None, True, "triton", "Triton is installed"),
+        (None, None, "reference", "Triton cannot be imported"),
+        ("reference", True, "reference", "TENSORTAP_BACKEND is set"),
+    ],
+)
+@needs_no_cuda
+def test_doctor_says_what_computes_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    forced: str | None,
+    kernels: bool | None,
+    backend: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(choosing, "_forced", lambda: forced)
+    monkeypatch.setattr(choosing, "_kernels", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    doctor()
+    assert f"on cuda        {backend}: {why}\n" in capsys.readouterr().out
+    doctor(json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["numerics"]["cuda"] == {"backend": backend, "why": why}
 
 
 @pytest.mark.gpu
@@ -75,3 +106,4 @@ def test_doctor_tries_the_gpu(run: Run) -> None:
     assert cuda["triton"]["works"], cuda["triton"]["why"]
     assert cuda["triton"]["version"]
     assert cuda["pinned"]["works"], cuda["pinned"]["why"]
+    assert "on cuda        triton: Triton is installed" in run("doctor").out

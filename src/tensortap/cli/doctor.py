@@ -34,6 +34,8 @@ def doctor(json: JsonOption = False) -> None:
     for name, version in facts["versions"].items():
         say(f"{name:<14} {version or 'not installed'}")
     say(f"{'backend':<14} {numerics['backend']}: {numerics['why']}")
+    if numerics["cuda"] is not None:
+        say(f"{'on cuda':<14} {numerics['cuda']['backend']}: {numerics['cuda']['why']}")
     say(f"{'isa':<14} {numerics['isa'] or '-'}")
     say(f"{'openmp':<14} {_yes(numerics['openmp'])}")
     say(f"{'threads':<14} {numerics['threads']}")
