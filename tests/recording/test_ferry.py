@@ -66,6 +66,7 @@ class Late(Cuda):
         self.main, self.side = Stream(0), Stream(-1)
         self.pins, self.pinned, self.allocated = pins, set(), 0
         self.graph, self.delay, self.full, self.sent = False, 0.0, False, []
+        self.used: list[int] = []
         self.one_at_a_time = threading.Lock()
 
     def is_here(self, tensor: torch.Tensor) -> bool:
@@ -73,6 +74,9 @@ class Late(Cuda):
 
     def capturing(self) -> bool:
         return self.graph
+
+    def use(self, device: int) -> None:
+        self.used.append(device)
 
     def stream_key(self, device: int) -> int:
         return self.main.cuda_stream

@@ -83,7 +83,26 @@ class Arena:
                 if not wait or not alive():
                     return None
                 self._changed.wait(0.1)
-        return _map(size)
+        return self._make(size)
+
+    def lacks(self, size: int, ready: int) -> bool:
+        """Whether fewer than so many pinned buffers of such a size are idle, with room for more."""
+        with self._changed:
+            return self._lacks(size, ready)
+
+    def reserve(self, size: int, ready: int) -> Buffer | None:
+        """A new buffer, to be made ready and given; None where nothing is lacking."""
+        with self._changed:
+            if not self._lacks(size, ready):
+                return None
+            self.owned += size
+        return self._make(size)
+
+    def forget(self, buffer: Buffer) -> None:
+        """A buffer that is not given back goes to the system."""
+        with self._changed:
+            self.owned -= buffer.capacity
+            self._changed.notify_all()
 
     def give(self, buffer: Buffer) -> None:
         with self._changed:
@@ -104,6 +123,22 @@ class Arena:
         """Let those who wait look again whether there is still a writer."""
         with self._changed:
             self._changed.notify_all()
+
+    def _lacks(self, size: int, ready: int) -> bool:
+        if self.owned + size > self.limit:
+            return False
+        fitting = [b for s, buffers in self._free.items() if size <= s <= 4 * size for b in buffers]
+        return sum(buffer.pinned for buffer in fitting) < ready
+
+    def _make(self, size: int) -> Buffer:
+        """A buffer that is counted as owned already."""
+        try:
+            return _map(size)
+        except BaseException:
+            with self._changed:
+                self.owned -= size
+                self._changed.notify_all()
+            raise
 
     def _find(self, size: int) -> Buffer | None:
         """A free buffer of this size or up to four times as large: warm beats tight."""

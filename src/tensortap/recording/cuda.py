@@ -19,14 +19,16 @@ from ..numerics.device import has_kernels
 __all__ = ["Cuda", "relax_captures"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_COPY = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)  # source, bytes, stream
 
 
 class Cuda:
     """Streams, events and memory of the CUDA devices."""
 
     def __init__(self) -> None:
-        self._within: Callable[[int, int, int, int], int] | None = None
-        self._to_host: Callable[[int, int, int, int], int] | None = None
+        self._within: Callable[..., int] | None = None
+        self._to_host: Callable[..., int] | None = None
+        self._register: Callable[..., int] | None = None
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on such a device."""
@@ -35,6 +37,10 @@ class Cuda:
     def capturing(self) -> bool:
         """Whether what is launched now goes into a graph, and nothing runs."""
         return bool(torch._C._cuda_isCurrentStreamCapturing())
+
+    def use(self, device: int) -> None:
+        """Make a device this thread's own."""
+        torch.cuda.set_device(device)
 
     def stream_key(self, device: int) -> int:
         """The device's current stream, as quickly as it can be told from others."""
@@ -77,7 +83,7 @@ class Cuda:
         ):
             return False
         if self._within is None:
-            self._within = _driver("cuMemcpyDtoDAsync_v2", ctypes.c_uint64, ctypes.c_uint64)
+            self._within = _driver("cuMemcpyDtoDAsync_v2", ctypes.c_uint64, *_COPY)
         return self._within(target, tensor.data_ptr(), nbytes, stream) == 0
 
     def sums_up(self, dtype: torch.dtype) -> bool:
@@ -86,7 +92,12 @@ class Cuda:
 
     def pin(self, address: int, nbytes: int) -> str | None:
         """Let the device write to host memory by itself; why not, where it cannot."""
-        try:
+        if self._register is None:
+            register = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
+            self._register = _driver("cuMemHostRegister_v2", *register)
+        if self._register(address, nbytes, 0) == 0:
+            return None
+        try:  # older torch keeps the GIL meanwhile
             cuda: Any = torch.cuda
             code = int(cuda.cudart().cudaHostRegister(address, nbytes, 0))
         except Exception as error:
@@ -102,7 +113,7 @@ class Cuda:
         """Copy the first bytes to pinned host memory, on this stream of their device."""
         if there.get_device() == torch._C._cuda_getDevice():
             if self._to_host is None:
-                self._to_host = _driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, ctypes.c_uint64)
+                self._to_host = _driver("cuMemcpyDtoHAsync_v2", ctypes.c_void_p, *_COPY)
             if not self._to_host(here.data_ptr(), there.data_ptr(), nbytes, stream.cuda_stream):
                 return
         with torch.no_grad(), self.on(stream):
@@ -113,13 +124,13 @@ class Cuda:
         memory.record_stream(stream)
 
 
-def _driver(name: str, target: Any, source: Any) -> Callable[[int, int, int, int], int]:
-    """A copy of the driver's: `copy(target, source, nbytes, stream)`, 0 if all is well."""
+def _driver(name: str, *arguments: Any) -> Callable[..., int]:
+    """A call of the driver's, 0 if all is well."""
     try:  # which gives the GIL away: the driver may block, and what it waits for may need Python
         found = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError):  # as on ROCm
-        return lambda target, source, nbytes, stream: -1
-    found.argtypes = [target, source, ctypes.c_size_t, ctypes.c_void_p]
+        return lambda *arguments: -1
+    found.argtypes = arguments
     found.restype = ctypes.c_int
     return found  # type: ignore[no-any-return]
 

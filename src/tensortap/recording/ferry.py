@@ -23,6 +23,7 @@ from ..numerics.device import fill_many
 from .arena import Arena, Buffer, size_within
 from .cuda import Cuda
 from .parcel import Entry, Line, Parcel
+from .pinning import Ahead
 from .segment import ALIGNMENT
 from .stage import ROW_BYTES, Region, Stage
 
@@ -89,6 +90,7 @@ class Ferry:
 
     def __init__(self, arena: Arena, *, rows: bool, cuda: Cuda | None = None) -> None:
         self.cuda = cuda or Cuda()
+        self._ahead = Ahead(arena, self.cuda)
         self._notes: dict[str, str] = {}
         self.loads: dict[Key, Load] = {}
         self.pool = min(arena.limit // 2, _LARGEST_POOL)
@@ -125,9 +127,11 @@ class Ferry:
         """What a load needs beside its tensors: rows, and the gap before them."""
         return ALIGNMENT + self.most * ROW_BYTES
 
-    def pin(self, buffer: Buffer) -> None:
+    def pin(self, buffer: Buffer, device: int) -> None:
         """Once a buffer; copies into memory that cannot be pinned are right, but waited for."""
-        if not buffer.pinned and "pin" not in self._notes:
+        if "pin" in self._notes:
+            return
+        if not buffer.pinned:
             reason = self.cuda.pin(buffer.address, buffer.capacity)
             buffer.pinned = reason is None
             if reason is not None:
@@ -135,6 +139,8 @@ class Ferry:
                     f"Host memory could not be pinned ({reason}): the model waited for copies from "
                     "the GPU. A smaller --budget, or a higher limit of locked memory, may help."
                 )
+                return
+        self._ahead.want(device, buffer.capacity)
 
     def _unpin(self, buffer: Buffer) -> None:
         if buffer.pinned:
@@ -209,8 +215,13 @@ class Ferry:
 
     def clear(self) -> None:
         """Give the devices' memory back."""
+        self._ahead.stop()
         for stage in self._stages.values():
             stage.clear()
+
+    def stop(self) -> None:
+        """Before the interpreter ends: nothing of ours may call CUDA any more."""
+        self._ahead.stop()
 
     def say(self, note: str) -> None:
         self._notes[note] = note

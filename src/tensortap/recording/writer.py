@@ -234,7 +234,7 @@ class Writer:
                     self._ship(key)
             buffer = self._buffer(ferry.size_for(nbytes))
             if buffer is not None:
-                ferry.pin(buffer)
+                ferry.pin(buffer, key[0])
             if buffer is not None and not self._open_load(key, tensor, nbytes, buffer):
                 ferry.lacks_room(tensor.device)
                 return self._take_direct(tensor, nbytes)
@@ -536,3 +536,4 @@ class Writer:
         self._hand_over_all()
         self._closed = True
         self._spool.close()
+        self._ferry.stop()
