@@ -139,8 +139,9 @@ def _launches(setting: Setting) -> Table:
     }
     bound = attempt(lambda: _lean(setting, x), lost, "**lean: the launch in a hook**")
     if bound is not None:
-        start, end = x.data_ptr(), row.data_ptr()
-        calls["**lean: the launch in a hook**"] = lambda: bound(start, end)
+        parts = on_device.parts_on(setting.device, bound.room)
+        addresses = parts.data_ptr(), x.data_ptr(), row.data_ptr()
+        calls["**lean: the launch in a hook**"] = lambda: bound.launch(*addresses)
     rows = []
     for name, call in calls.items():
         rows.append(Row(name, (_host_time(setting, call),), name.startswith("**")))
@@ -148,13 +149,13 @@ def _launches(setting: Setting) -> Table:
     return Table("Host time of one launch, 128 x 3072 values in bf16", ("µs",), tuple(rows))
 
 
-def _lean(setting: Setting, x: torch.Tensor) -> Callable[[int, int], None]:
+def _lean(setting: Setting, x: torch.Tensor) -> Any:
     if not setting.cuda:
         raise RuntimeError("it needs a CUDA device")
-    launch: Any = on_device.lean(x, torch.cuda.current_stream().cuda_stream)
-    if launch is None:
+    bound = on_device.lean(x, torch.cuda.current_stream().cuda_stream)
+    if bound is None:
         raise RuntimeError("Triton cannot launch it here")
-    return launch
+    return bound
 
 
 def _host_time(setting: Setting, call: Callable[[], object]) -> Cell:

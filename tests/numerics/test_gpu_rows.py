@@ -357,6 +357,7 @@ def test_a_bound_launch_takes_any_tensor_of_the_kind(nobody_waits: None) -> None
         tensor.zero_()  # the stream's own order: what was there is what counts
     settle(rows[1:])  # some of them, and rows that were not left behind stay as they are
     settle(rows)
+    torch.cuda.set_sync_debug_mode("default")
     assert (rows[5] == 3).all()
     for i, row in enumerate(rows[:5]):
         assert asked(row).mean == pytest.approx(i, abs=0.1) and asked(row).count == 2000
