@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,19 @@ def test_inputs_that_never_came_are_unknown(there: bool) -> None:
     log._coming = [batch(1.0, Event(True)), batch(2.0, Event(), there=there), batch(3.0)]
     found = log.to_dict()["batches"]
     assert found[1] == "unknown" and "unknown" not in (found[0], found[2])
+
+
+def test_what_a_failed_device_may_still_write_to_is_not_given_back() -> None:
+    kept = []
+    for event in (Event(True), Event()):
+        log = input_log.InputLog()
+        log._coming = [batch(1.0, event)]
+        tensor = weakref.ref(log._coming[0].leaves[0][1])
+        log.settle()
+        del log
+        gc.collect()
+        kept.append(tensor() is not None)
+    assert kept == [False, True]
 
 
 def test_the_next_inputs_are_seen_all_the_same() -> None:

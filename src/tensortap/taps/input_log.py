@@ -6,6 +6,7 @@ somebody asks, large ones to the host, to be looked at when they have arrived.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections.abc import Callable, Mapping
@@ -49,6 +50,8 @@ class _Batch:
         try:
             return all(question(event) for event in self.events)
         except RuntimeError:  # a device that has failed: whoever runs on it is told by torch
+            if not self.lost:  # torch ends the process when such a device's memory is given back
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.leaves))
             self.lost = True
             return True
 
