@@ -373,7 +373,7 @@ class Spool:
                 builder.histograms.append((index, *histogram))
             if number < 0 and line.summary in parcel.sketches:
                 builder.sketch(index, parcel.sketches[line.summary])
-        site = builder.site(self._sites[line.site])
+        site = self._placed(builder, line.site)
         builder.row((site, *line.moment, number, index))
 
     def _add_rows(self, parcel: Parcel, start: int, coming: np.ndarray[Any, Any]) -> None:
