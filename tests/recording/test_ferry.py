@@ -90,6 +90,8 @@ class Late(Cuda):
     def event(self) -> Any:
         return Event(self)
 
+    mark = event
+
     def on(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 

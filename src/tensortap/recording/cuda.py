@@ -54,9 +54,17 @@ class Cuda:
         return make(device)
 
     def event(self) -> Any:
-        """An event; who waits for it gives the processor away."""
+        """An event for the host: who waits for it gives the processor away.
+
+        No more than 56 may be under way (measured on an H200): the next one holds the host up.
+        """
         make: Any = torch.cuda.Event
         return make(blocking=True)
+
+    def mark(self) -> Any:
+        """An event for streams alone, of which there may be any number."""
+        make: Any = torch.cuda.Event
+        return make()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)

@@ -123,7 +123,7 @@ class Stage:
         if memory is None:
             return None
         self.owned += size
-        return Region(memory, self._cuda.event())
+        return Region(memory, self._cuda.mark())
 
     def _drop(self, region: Region) -> None:
         """Give a region back that may still be on its way; torch is told which streams use it."""
