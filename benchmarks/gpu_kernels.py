@@ -190,19 +190,35 @@ def differences(setting: Setting) -> list[Table]:
             "sums": lambda r=r, c=c: tap.difference(r, c, percentiles=False),
             "all": lambda r=r, c=c: tap.difference(r, c),
         }
+        if setting.cuda:
+            calls["kernels"] = _difference_kernels(r, c)
         slow = {"naive": lambda r=r, c=c: naive.formulas(r, c)}
         nbytes = 2 * r.numel() * r.element_size()
-        cells.append(_speeds(setting, calls, slow, nbytes, {"sums": DIFFERENCE_AIM}))
+        aims = {"sums": DIFFERENCE_AIM, "kernels": DIFFERENCE_AIM}
+        cells.append(_speeds(setting, calls, slow, nbytes, aims))
         del r, c, left, right, read, calls, slow
+    absent = Cell(missing="it needs a CUDA device")
     names = {
         "read": "plain read: torch's sum of both",
         "naive": "the metrics' formulas in torch, one by one, without percentiles",
+        "kernels": "**its kernels, one difference behind another, all but percentiles**",
         "sums": "**tap.difference, all but percentiles**",
         "all": "**tap.difference, everything**",
     }
     rows = tuple(
-        Row(title, tuple(found[key] for found in cells), key in ("sums", "all"))
+        Row(title, tuple(found.get(key, absent) for found in cells), title.startswith("**"))
         for key, title in names.items()
     )
-    note = "The whole call is timed, with its numbers back on the host."
+    note = (
+        "Of tap.difference the whole call is timed, from Python to the numbers back on the host; "
+        "the kernels' row, like the summary's, is the device's time alone."
+    )
     return [Table("The difference of two tensors of 2 GB, TB/s of both", columns, rows, (note,))]
+
+
+def _difference_kernels(r: torch.Tensor, c: torch.Tensor) -> Callable[[], object]:
+    from tensortap.numerics.difference_row import tolerances
+    from tensortap.numerics.triton_difference import launch
+
+    limits = tolerances(r.dtype, c.dtype)
+    return lambda: launch(r.view(-1), c.view(-1), *limits)
