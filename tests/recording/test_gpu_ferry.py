@@ -492,15 +492,17 @@ def test_the_interpreters_end_keeps_copies_that_are_on_their_way(tmp_path) -> No
     assert torch.equal(run["3"].output, torch.arange(1 << 20, dtype=torch.float32))
 
 
-def test_a_device_error_is_said_and_nobody_hangs(tmp_path) -> None:
-    code = """
+@pytest.mark.parametrize("keep", ["tensors", "summary"])
+@pytest.mark.parametrize("count", [1, 1 << 18])  # the ids of a large input come by pinned memory
+def test_a_device_error_is_said_and_nobody_hangs(tmp_path, keep: str, count: int) -> None:
+    code = f"""
         import sys, warnings, torch, tensortap as tap
         model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Embedding(4, 8).cuda())
-        rec = tap.record(model, sys.argv[1], layers="leaves").start()
-        model(torch.tensor([1, 2], device="cuda"))
+        rec = tap.record(model, sys.argv[1], layers="leaves", keep="{keep}").start()
+        model(torch.tensor([1, 2] * {count}, device="cuda"))
         rec.flush()
         try:
-            model(torch.tensor([1, 99], device="cuda"))  # a device-side assert
+            model(torch.tensor([1, 99] * {count}, device="cuda"))  # a device-side assert
             torch.cuda.synchronize()
         except Exception as error:
             print("the model's own error:", type(error).__name__)
@@ -511,8 +513,10 @@ def test_a_device_error_is_said_and_nobody_hangs(tmp_path) -> None:
     done = python(code, tmp_path / "r")
     assert "the model's own error" in done.stdout, done.stderr[-3000:]
     assert "failure: " in done.stdout and "CUDA error" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     run = tap.open(tmp_path / "r", partial=True)
-    assert run.status == "failed" and run["0"].records[0].tensor().tolist() == [1, 2]
+    assert run.status == "failed" and run["0"].records[0].summary.first[:2] == (1, 2)
+    assert keep == "summary" or run["0"].records[0].tensor().tolist() == [1, 2] * count
 
 
 def test_threads_record_their_own_streams(tmp_path) -> None:

@@ -7,6 +7,7 @@ what was sealed stays readable, whoever waits is released, and the reason is kep
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -189,7 +190,7 @@ class Spool:
         try:
             if parcel.ready is not None:
                 self._relax()
-                parcel.ready.synchronize()
+                _wait_for(parcel)
             if parcel.rows_at is not None:
                 self._receive(parcel, parcel.rows_at)
             if parcel.direct is not None:
@@ -431,7 +432,7 @@ class Spool:
             if isinstance(item, Parcel) and item.buffer is not None:
                 with contextlib.suppress(Exception):  # a device may still be writing to it
                     if item.ready is not None:
-                        item.ready.synchronize()
+                        _wait_for(item)
                 self._arena.give(item.buffer)
             if item is not None and item.done is not None:
                 item.done.set()
@@ -460,3 +461,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} (errno {error.errno})"
     return f"{type(error).__name__}: {error}"
+
+
+def _wait_for(parcel: Parcel) -> None:
+    """Until what a device writes is complete. Where it has failed, the memory is kept for good: it
+    may be torch's, which ends the process when such a device's memory is given back.
+    """
+    assert parcel.ready is not None
+    try:
+        parcel.ready.synchronize()
+    except RuntimeError:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(parcel))
+        raise
