@@ -295,7 +295,8 @@ def test_a_model_that_is_compiled_while_it_is_recorded(
 def test_values_of_a_model_compiled_in_place_are_those_of_each_call(
     net: Net, ids: torch.Tensor, tmp_path: Path, keep: Any
 ) -> None:
-    """Its own hooks are in its graph: what a run leaves behind is taken before the next one."""
+    """Its own hooks are in its graph: what a run leaves behind is taken at once, since another
+    compiled model may share its memory."""
     batches = [ids, ids.flip(0), ids]
     eager = record(net, tmp_path / "eager", *batches, keep=keep)
     net.compile(fullgraph=True, backend="aot_eager")
@@ -303,13 +304,11 @@ def test_values_of_a_model_compiled_in_place_are_those_of_each_call(
     heard = []
     path = tmp_path / "own"
     with torch.no_grad(), tap.record(net, path, layers="all", keep=keep) as rec:
-        drain = rec.tap.drain
         for batch in batches:
             net(batch)
             heard.append(len(rec.tap._compiled))
-            drain()
             rec.step()
-    assert net._compiled_call_impl is before and min(heard) > 0
+    assert net._compiled_call_impl is before and max(heard) == 0
     own = tap.open(path)
     assert_same(own, eager)
 

@@ -25,7 +25,7 @@ from .listener import Listener
 
 __all__ = [
     "Entry",
-    "before_each_run",
+    "around_each_run",
     "contains_compiled",
     "devices_of",
     "dtypes_of",
@@ -82,18 +82,23 @@ def forget() -> None:
     torch._dynamo.reset()
 
 
-def before_each_run(model: nn.Module, act: Callable[[], None]) -> Callable[[], None]:
-    """Call `act` whenever a compiled part of the model is about to run; undone by the result."""
+def around_each_run(model: nn.Module, act: Callable[[], None]) -> Callable[[], None]:
+    """Call `act` whenever a compiled part of the model is about to run, and when it has run.
+
+    Before, since the graph's memory is about to be written again; behind, since another compiled
+    model may share that memory. Undone by the result.
+    """
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         call = getattr(module, "_compiled_call_impl", None)
         if call is not None:
             own: Any = module
-            own._compiled_call_impl = _behind(act, call)
+            own._compiled_call_impl = _around(act, call)
             undo.append(functools.partial(setattr, module, "_compiled_call_impl", call))
         elif "_orig_mod" in module._modules:
-            handle = module.register_forward_pre_hook(Listener(lambda *_: _act(act)))
-            undo.append(handle.remove)
+            listener = Listener(lambda *_: _act(act))
+            undo.append(module.register_forward_pre_hook(listener).remove)
+            undo.append(module.register_forward_hook(listener).remove)
 
     def restore() -> None:
         while undo:
@@ -102,11 +107,13 @@ def before_each_run(model: nn.Module, act: Callable[[], None]) -> Callable[[], N
     return restore
 
 
-def _behind(act: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+def _around(act: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, **kwargs: Any) -> Any:
         _act(act)
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        _act(act)
+        return result
 
     return run
 

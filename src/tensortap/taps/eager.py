@@ -181,7 +181,7 @@ class EagerTap:
             if is_compiled:
                 self._in_graph.prepare(compiled.devices_of(self.model))
         elif is_compiled:
-            self._restore = compiled.before_each_run(self.model, self.drain)
+            self._restore = compiled.around_each_run(self.model, self.drain)
         self._owner = os.getpid()
         atexit.register(self._at_exit)  # is called before the writer's, which was there before
 
