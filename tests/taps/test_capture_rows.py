@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -83,3 +84,56 @@ def test_a_block_that_is_nearly_full_is_left(captures: Captures) -> None:
     one.rows = len(one.block) - captures._room + 1
     captures._give_back(one)
     assert borrow(captures, 1).block is not one.block
+
+
+def begun(captures: Captures, graph: object, left: int) -> _Captured:
+    """A graph that this thread is capturing, which has left a row behind."""
+    found = borrow(captures, 1)
+    found.parts, found.left = torch.zeros(64, dtype=torch.float64), left
+    found.kept += (found.block, found.parts)
+    captures._now[get_ident()] = found
+    captures._graphs[graph] = found
+    return found
+
+
+class Graph:
+    pass
+
+
+def test_a_capture_that_is_spoilt_ends_no_recording(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is launched in it raises; torch says so, and the model may go on without graphs."""
+
+    def broken(rows: torch.Tensor) -> None:
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    said: list[Exception] = []
+    monkeypatch.setattr(captures, "_fail", said.append)
+    monkeypatch.setattr("tensortap.taps.captures._stream", lambda device: 0)
+    monkeypatch.setattr("tensortap.taps.captures.on_device.settle", broken)
+    graph = Graph()
+    found = begun(captures, graph, left=8)
+    captures.ends(graph)
+    assert not said and graph not in captures._graphs
+    block, used = captures._free[CPU]
+    assert block is found.block and used == found.first + 1
+    captures.replayed(graph)
+    assert captures.unknown == 1
+
+
+def test_rows_are_settled_when_a_capture_ends(
+    captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled = []
+    monkeypatch.setattr("tensortap.taps.captures._stream", lambda device: 0)
+    monkeypatch.setattr("tensortap.taps.captures.on_device.settle", settled.append)
+    for left in (8, 0):
+        graph = Graph()
+        found = begun(captures, graph, left)
+        captures.ends(graph)
+        assert graph in captures._graphs
+        # Memory that nothing in the graph writes to need not stay with it.
+        assert any(kept is found.parts for kept in found.kept) == bool(left)
+    assert [rows.data_ptr() for rows in settled] == [settled[0].data_ptr()]
+    assert len(settled[0]) == 1

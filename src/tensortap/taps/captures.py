@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
@@ -77,6 +77,7 @@ class _Captured:
     parts: torch.Tensor | None = None
     left: int = 0  # bytes of them
     settled: int = 0  # rows that are complete
+    kept: list[Any] = field(default_factory=list)  # what the graph writes to
     stream: int = 0  # whose launches come one behind the other, so that they share the scratch
     plain: list[tuple[Slot, int]] | None = None  # slot and site of each row, if that is all
 
@@ -161,7 +162,8 @@ class Captures:
                     self._make_room(found)
             self._now[get_ident()] = found
             self._graphs[graph] = found
-            _KEPT.setdefault(graph, []).append((found.block, found.scratch, found.parts))
+            found.kept += (found.block, found.scratch, found.parts)
+            _KEPT.setdefault(graph, []).append(found.kept)
         except Exception as error:  # the model must not notice
             self._fail(error)
 
@@ -170,25 +172,41 @@ class Captures:
         if found is None or self._sink is None:
             return
         try:
-            self._settle(found)
-            found.events += self._left()
-            if not self._ports.inputs:  # with which a call may have begun in another graph
-                found.plain = _plain(self._sink, found)
-            self._give_back(found)
-            clones = [part.clone for event in found.events for part in event.parts]
-            _KEPT.setdefault(graph, []).append(clones)
-            self._captured += bool(found.events)
+            with unseen():
+                if not self._ended(found):
+                    self._graphs.pop(graph, None)
+                    return
+                found.events += self._left()
+                if not self._ports.inputs:  # with which a call may have begun in another graph
+                    found.plain = _plain(self._sink, found)
+                found.kept += (part.clone for event in found.events for part in event.parts)
+                self._captured += bool(found.events)
         except Exception as error:  # the model must not notice
             self._fail(error)
+
+    def _ended(self, found: _Captured) -> bool:
+        """Have the last rows settled; False where the capture is spoilt, as torch will say."""
+        unused = not found.left and not found.settled
+        try:
+            self._settle(found)
+        except Exception:
+            self._left()  # nobody will replay it
+            return False
+        finally:
+            self._give_back(found)
+        if unused:  # nothing in the graph writes there
+            found.kept[:] = [kept for kept in found.kept if kept is not found.parts]
+        return True
 
     def _make_room(self, found: _Captured) -> None:
         """Rows and kernels before the capture begins: in it nothing is allocated or compiled."""
         device = torch.device("cuda", torch.cuda.current_device())
-        if self._borrow(found, device):
-            self._warm(found)
         found.scratch, found.stream = on_device.scratch_on(device), _stream(device)
         if found.scratch is not None:
-            found.parts = on_device.parts_on(device, _PARTS)
+            with suppress(torch.OutOfMemoryError):  # it goes without
+                found.parts = on_device.parts_on(device, _PARTS)
+        if self._borrow(found, device):
+            self._warm(found)
         torch.cuda.synchronize(device)  # whose stream a replay does not wait for; torch just did it
 
     def _warm(self, found: _Captured) -> None:
@@ -201,6 +219,8 @@ class Captures:
             except (RuntimeError, TypeError):  # packed: nothing can be cast to it
                 continue
             on_device.fill_on(one, block[0])
+            if found.parts is not None and on_device.leave_on(one, block[0], found.parts):
+                on_device.settle(block[:1])
 
     def _borrow(self, found: _Captured, device: torch.device) -> bool:
         """Rows that nobody else writes to, another thread's capture included; are they new?"""
@@ -209,7 +229,8 @@ class Captures:
         fresh = block is None or len(block) - used < self._room
         if fresh:
             with torch.inference_mode(False):
-                block = torch.empty(4 * self._room, WIDTH, dtype=torch.float64, device=device)
+                # Zeros: a row of another stream may be looked at before it was written.
+                block = torch.zeros(4 * self._room, WIDTH, dtype=torch.float64, device=device)
             used = 0
         found.block, found.first = block, used
         return fresh
