@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +159,60 @@ def test_rows_whose_copy_fails_are_not_lost(heard: Heard, monkeypatch: pytest.Mo
     with table.lock:
         table.send()
     assert list(heard.rows) == [line(0)]
+
+
+def test_threads_that_come_at_once_have_one_memory_for_parts(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are bound to its address: a second one would be given back, and written to."""
+
+    def slow(device: Any, nbytes: int) -> torch.Tensor:
+        time.sleep(0.05)
+        return torch.zeros(8)
+
+    monkeypatch.setattr(device_table.on_device, "parts_on", slow)
+    table = DeviceTable(CPU, heard.put)
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: table.make_parts(), range(4)))
+    assert {id(parts) for parts in made} == {id(table.parts)}
+
+
+def test_a_device_without_memory_for_parts_is_asked_once(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def full(device: Any, nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(device_table.on_device, "parts_on", full)
+    table = DeviceTable(CPU, heard.put)
+    assert table.make_parts() is None and table.make_parts() is None
+    assert len(asked) == 1
+
+
+def test_rows_that_nobody_wrote_have_nothing_left_to_do(heard: Heard) -> None:
+    assert not DeviceTable(CPU, heard.put).rows.any()
+
+
+def test_rows_that_may_not_come_over_are_never_too_many(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_table, "ROWS", 4)
+    table = DeviceTable(CPU, heard.put)
+    for i in range(3):
+        table.line(table.take(torch.full((3,), float(i))), line(i))
+    monkeypatch.setattr(table, "_captured", lambda: True)
+    with pytest.raises(RuntimeError, match="captured"):
+        table.put(torch.zeros(2, WIDTH, dtype=torch.float64), [line(3), line(4)])
+    table.line(table.take(torch.full((3,), 3.0)), line(3))
+    with pytest.raises(RuntimeError, match="captured"):
+        table.take(torch.zeros(3))
+    with table.lock:
+        assert table.next_row() == -1
+    assert table.used == 4 and not heard.rows
+    monkeypatch.setattr(table, "_captured", lambda: False)
+    with table.lock:
+        assert table.next_row() == 0
+    assert sorted(heard.rows) == [line(i) for i in range(4)]

@@ -204,9 +204,9 @@ class Shortcut {
   bool launched(std::uint64_t address) {
     const Names& n = names();
     Locked held(lock_);
-    if (*used_ == rows_) {
+    if (*used_ >= rows_) {
       called(table_, n.send);
-      if (*used_ == rows_) return false;
+      if (*used_ >= rows_) return false;
     }
     if (*left_ + room_ > parts_bytes_) called(table_, n.settle);
     const std::int64_t used = *used_;

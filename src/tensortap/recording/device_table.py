@@ -77,11 +77,14 @@ class DeviceTable:
         self.lines: Lines = np.full((ROWS, 5), -1, np.int64)
         self.stream: Any = torch.cuda.current_stream(device) if device.type == "cuda" else None
         with torch.inference_mode(False):
-            self.rows = torch.empty(ROWS, WIDTH, dtype=torch.float64, device=device)
+            # Zeros: what nobody wrote must not look as if there were something left to do.
+            self.rows = torch.zeros(ROWS, WIDTH, dtype=torch.float64, device=device)
         self.address = self.rows.data_ptr()
         self.parts: torch.Tensor | None = None
         self._views = self.rows.unbind(0)
         self._put_rows = put_rows
+        self._making = threading.Lock()
+        self._refused = False  # there was no memory for parts
         self._settled = 0  # rows before which none is left half done
         self._open: list[Ticket] = []
         self._sketches: dict[int, torch.Tensor] = {}  # by row
@@ -94,21 +97,26 @@ class DeviceTable:
     def used(self, count: int) -> None:
         self.state[0] = count
 
-    def make_parts(self) -> torch.Tensor:
-        """Memory for what rows leave; once."""
-        if self.parts is None:
-            self.parts = on_device.parts_on(self.rows.device, _PARTS)
+    def make_parts(self) -> torch.Tensor | None:
+        """Memory for what rows leave, once and for good; None where the device has none left."""
+        with self._making:  # of two, one would be given back, and written to all the same
+            if self.parts is None and not self._refused:
+                try:
+                    self.parts = on_device.parts_on(self.rows.device, _PARTS)
+                except torch.OutOfMemoryError:
+                    self._refused = True
         return self.parts
 
     def next_row(self) -> int:
         """The row to fill next, -1 where none can be had now; the caller holds the lock."""
-        if self.used == ROWS:
+        if self.used >= ROWS:
             self.send()
-        return -1 if self.used == ROWS else self.used
+        return -1 if self.used >= ROWS else self.used
 
     def room(self, nbytes: int) -> int:
         """Where a row may leave so many bytes, until it is settled; the caller holds the lock."""
-        parts = self.make_parts()
+        parts = self.parts
+        assert parts is not None
         if self.state[1] + nbytes > parts.nbytes:
             self.settle()
         at = parts.data_ptr() + int(self.state[1])
@@ -129,12 +137,12 @@ class DeviceTable:
     def take(self, tensor: torch.Tensor, sketch: torch.Tensor | None = None) -> Ticket:
         """Sum a tensor up as it is now; the line comes later."""
         with self.lock:
-            if self.used == ROWS:
-                self.send()
-            ticket = Ticket(self, self.used, sketch)
-            on_device.fill_on(tensor, self._views[self.used])
-            self.used += 1
+            row = self._room_for(1)
+            ticket = Ticket(self, row, sketch)
+            on_device.fill_on(tensor, self._views[row])
+            self.lines[row, 0] = -1
             self._open.append(ticket)
+            self.used = row + 1
         return ticket
 
     def take_rows(self, rows: torch.Tensor) -> list[Ticket]:
@@ -154,12 +162,21 @@ class DeviceTable:
 
     def _add(self, rows: torch.Tensor) -> int:
         """Copy as many rows as a table holds, or fewer; the first one's place."""
-        if self.used + len(rows) > ROWS:
-            self.send()
-        first, self.used = self.used, self.used + len(rows)
+        first = self._room_for(len(rows))
+        last = first + len(rows)
         with torch.no_grad():
-            self.rows[first : self.used].copy_(rows)
+            self.rows[first:last].copy_(rows)
+        self.lines[first:last, 0] = -1
+        self.used = last
         return first
+
+    def _room_for(self, count: int) -> int:
+        """Where so many rows may stand."""
+        if self.used + count > ROWS:
+            self.send()
+        if self.used + count > ROWS:
+            raise RuntimeError("rows cannot come over while their stream is being captured")
+        return self.used
 
     def line(self, ticket: Ticket, line: Line) -> None:
         """Say where and when the row of a ticket stands."""
@@ -186,9 +203,9 @@ class DeviceTable:
             self.settle()
         late = [ticket.sketch for ticket in self._open if ticket.sketch is not None]
         host, sketches, ready = self._copy(self.used, [*self._sketches.values(), *late])
-        lines = self.lines[: self.used].copy()  # now that the copy has not failed
-        self.lines[: self.used, 0] = -1
-        self.used = self._settled = 0
+        lines = self.lines[: self.used].copy()
+        self._settled = 0
+        self.used = 0  # now that the copy has not failed
         known = dict(zip(self._sketches, sketches, strict=False))
         coming = iter(sketches[len(known) :])
         for ticket in self._open:

@@ -2,7 +2,7 @@
 
 Where the host is what a model waits for, every microsecond in a hook counts once a layer. Almost
 always a layer gives a plain tensor of the shape it gave before, on the stream it ran on before:
-then all that is left to do is to launch one kernel with two addresses. Everything else is worked
+then all that is left to do is to launch one kernel with three addresses. Everything else is worked
 out when something changes, and whatever is out of the ordinary goes the long way.
 """
 
@@ -74,9 +74,9 @@ def shortcut(slot: Slot, sink: Sink, leaf: str = "") -> Way:
         key = (output.shape, output.dtype, index, stream)
         found = known.get(key)
         if found is None and key not in known:
-            lean = on_device.lean(output, stream)
-            if lean is not None:
-                site, table = sink.output_site(slot, output, leaf), sink.tables.of(output.device)
+            lean, table = on_device.lean(output, stream), sink.tables.of(output.device)
+            if lean is not None and table.make_parts() is not None:
+                site = sink.output_site(slot, output, leaf)
                 native = _native(output, stream, slot, sink, table, site, lean.room)
                 found = _Known(*key, site, table, lean.launch, lean.room, native)
             if len(known) >= _MOST_KNOWN:
@@ -130,11 +130,10 @@ def _native(
     room: int,
 ) -> Any:
     """The core's own way for outputs like this one, or None: see native/shortcut.cpp."""
-    bare = on_device.bare(output) if core is not None else None
-    if core is None or bare is None:
+    bare, parts = on_device.bare(output) if core is not None else None, table.parts
+    if core is None or bare is None or parts is None:
         return None
     try:
-        parts = table.make_parts()
         return core.Shortcut(
             library=DRIVER,
             function=bare.function,
