@@ -208,3 +208,34 @@ def test_the_interpreters_end_ends_it(tmp_path) -> None:
     assert not threads()
     assert tap.open(tmp_path / "r").layers == ["l0"]
     writer.close()
+
+
+def test_whoever_waits_for_room_comes_before_what_is_made_ahead() -> None:
+    """Else the thread takes the room again that was just made for a hook."""
+    limit = 60_000_000
+    arena, cuda = Arena(limit), Pins()
+    ahead = Ahead(arena, cuda)
+    first = arena.take(limit // 2 - (1 << 20), alive=always)
+    assert first is not None
+    first.pinned = True
+    ahead.want(0, first.capacity)
+    assert soon(lambda: arena.idle > 0 or arena.owned > first.capacity)
+    threading.Timer(0.05, arena.give, [first]).start()
+    end = time.monotonic() + 10
+    assert arena.take(limit // 2, alive=lambda: time.monotonic() < end) is not None
+    ahead.stop()
+
+
+def test_where_no_thread_can_be_started_hooks_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    arena, cuda = Arena(1 << 26), Pins()
+    ferry = Ferry(arena, rows=True, cuda=cuda)
+    buffer = arena.take(1 << 20, alive=always)
+    assert buffer is not None
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ferry.pin(buffer, 0)
+    assert buffer.pinned and cuda.here() == 1
+    arena.give(buffer)
+    ferry.clear()

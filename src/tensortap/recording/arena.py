@@ -63,6 +63,7 @@ class Arena:
         self.release: Callable[[Buffer], None] | None = None  # called before memory goes back
         self._free: dict[int, list[Buffer]] = {}
         self._changed = threading.Condition()
+        self._waiting = 0  # who wants room
 
     def take(self, nbytes: int, *, alive: Callable[[], bool], wait: bool = True) -> Buffer | None:
         """A buffer of at least `nbytes` once the limit allows; None when `alive` turns false.
@@ -82,7 +83,11 @@ class Arena:
                     break
                 if not wait or not alive():
                     return None
-                self._changed.wait(0.1)
+                self._waiting += 1
+                try:
+                    self._changed.wait(0.1)
+                finally:
+                    self._waiting -= 1
         return self._make(size)
 
     def lacks(self, size: int, ready: int) -> bool:
@@ -125,7 +130,7 @@ class Arena:
             self._changed.notify_all()
 
     def _lacks(self, size: int, ready: int) -> bool:
-        if self.owned + size > self.limit:
+        if self._waiting or self.owned + size > self.limit:
             return False
         fitting = [b for s, buffers in self._free.items() if size <= s <= 4 * size for b in buffers]
         return sum(buffer.pinned for buffer in fitting) < ready

@@ -19,6 +19,10 @@ from ..numerics.device import has_kernels
 __all__ = ["Cuda", "relax_captures"]
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every device
+# No such call, or no context in this thread: the runtime makes one. Whatever else the driver says
+# is final: the runtime would say the same, and leave an error for the model's next kernel to find.
+_NOT_HERE = (-1, 3, 201)
 _COPY = (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)  # source, bytes, stream
 
 
@@ -29,6 +33,7 @@ class Cuda:
         self._within: Callable[..., int] | None = None
         self._to_host: Callable[..., int] | None = None
         self._register: Callable[..., int] | None = None
+        self._unregister: Callable[..., int] | None = None
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies on such a device."""
@@ -103,19 +108,22 @@ class Cuda:
         if self._register is None:
             register = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint)
             self._register = _driver("cuMemHostRegister_v2", *register)
-        if self._register(address, nbytes, 0) == 0:
-            return None
-        try:  # older torch keeps the GIL meanwhile
-            cuda: Any = torch.cuda
-            code = int(cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        code = self._register(address, nbytes, _PORTABLE)
+        if code in _NOT_HERE:  # older torch keeps the GIL meanwhile
+            try:
+                cuda: Any = torch.cuda
+                code = int(cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
         return None if code == 0 else f"CUDA error {code}"
 
     def unpin(self, address: int) -> None:
         """Before the memory goes back to the system."""
-        cuda: Any = torch.cuda
-        cuda.cudart().cudaHostUnregister(address)
+        if self._unregister is None:
+            self._unregister = _driver("cuMemHostUnregister", ctypes.c_void_p)
+        if self._unregister(address) in _NOT_HERE:
+            cuda: Any = torch.cuda
+            cuda.cudart().cudaHostUnregister(address)
 
     def send(self, there: torch.Tensor, here: torch.Tensor, nbytes: int, stream: Any) -> None:
         """Copy the first bytes to pinned host memory, on this stream of their device."""

@@ -43,10 +43,15 @@ class Ahead:
         with self._lock:
             if self._thread is None:
                 self._wants = queue.SimpleQueue()
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._run, args=(self._wants,), name="tensortap-pinning", daemon=True
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads here: hooks do without
+                    self._failed = True
+                    return
+                self._thread = thread
             self._wants.put((device, size))
 
     def stop(self) -> None:

@@ -429,11 +429,12 @@ class Spool:
                 item = self._queue.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(item, Parcel) and item.buffer is not None:
+            if isinstance(item, Parcel):
                 with contextlib.suppress(Exception):  # a device may still be writing to it
                     if item.ready is not None:
                         _wait_for(item)
-                self._arena.give(item.buffer)
+                if item.buffer is not None:
+                    self._arena.give(item.buffer)
             if item is not None and item.done is not None:
                 item.done.set()
         self._arena.wake()
