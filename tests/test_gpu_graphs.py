@@ -399,3 +399,52 @@ def test_training_under_reduce_overhead(tmp_path: Path) -> None:
             rec.step()
     assert rec.failure is None
     assert_same(tap.open(tmp_path / "own"), wanted)
+
+
+def test_a_capture_that_fails_ends_no_recording(tmp_path: Path) -> None:
+    model, (first, second) = stack(), batches(2)
+    wanted = eager(model, tmp_path / "eager", [first, second], keep="summary")
+    with torch.no_grad(), tap.record(model, tmp_path / "own", layers="all", keep="summary") as rec:
+        model(first)
+        rec.step()
+        with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(second).sum().item()  # nothing may be read back while it is captured
+        model(second)  # so the program goes on without
+    assert rec.failure is None
+    assert_same(tap.open(tmp_path / "own"), wanted)
+
+
+def test_rows_are_left_and_settled_inside_a_graph(tmp_path: Path) -> None:
+    """Also where no eager forward came before, which would have compiled the kernels."""
+    model, (first, second) = stack(), batches(2)
+    wanted = eager(model, tmp_path / "eager", [first, second], keep="summary")
+    triton_summary = pytest.importorskip("tensortap.numerics.triton_summary")
+    triton_summary._KERNELS.clear()
+    with torch.no_grad(), tap.record(model, tmp_path / "own", layers="all", keep="summary") as rec:
+        static = first.clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(static)
+        (found,) = rec.tap._captures._graphs.values()  # type: ignore[attr-defined]
+        assert found.settled == found.rows > 0 and found.parts is not None
+        for batch in (first, second):
+            static.copy_(batch)
+            graph.replay()
+            rec.step()
+    assert rec.failure is None
+    assert_same(tap.open(tmp_path / "own"), wanted)
+
+
+def test_two_compiled_models_in_turn(tmp_path: Path) -> None:
+    """CUDA graphs of one tree share their memory: the other model's run writes over ours."""
+    model, data = stack(), batches(6)
+    wanted = eager(model, tmp_path / "eager", data, keep="tensors")
+    run = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    other = torch.compile(stack(), fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad(), tap.record(run, tmp_path / "own", layers="all", keep="tensors") as rec:
+        for batch in data:
+            run(batch)
+            other(batch.flip(0))
+            rec.step()
+    assert rec.failure is None
+    assert_same(tap.open(tmp_path / "own"), wanted)
