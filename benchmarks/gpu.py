@@ -148,7 +148,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, on any device")
     parser.add_argument("--shapes", nargs="+", help="of forwards, such as 1x128; else all three")
-    parser.add_argument("--pace", type=float, default=1.0, help="measure so many times as long")
+    parser.add_argument(
+        "--pace",
+        type=float,
+        default=0.33,
+        help="how long to measure: 0.33, or 1 for three times that",
+    )
     parser.add_argument("--device", help="cuda where there is one, else cpu")
     parser.add_argument("--disk", type=Path, help="a folder on the disk to record to")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")

@@ -325,16 +325,17 @@ def test_one_way_or_another_the_bits_are_the_same(dtype: torch.dtype) -> None:
     stream = torch.cuda.current_stream().cuda_stream
     for n in (1, 5, 8192, 8193, 300_001):
         x = noise(n, dtype, seed=n).cuda()
-        launch = lean(x, stream)
-        assert launch is not None
-        rows = empty_rows(8, "cuda")
+        bound = lean(x, stream)
+        assert bound is not None
+        rows, parts = empty_rows(8, "cuda"), parts_on("cuda", 4 * bound.room)
         rows[1:] = 7.0
         rows[0, :7] = 0.0
         scratch = scratch_on("cuda")
         accumulate_on(x, rows[0])
         fill_on(x, rows[1])
-        for row in rows[2:6]:
-            launch(x.data_ptr(), row.data_ptr())
+        for i, row in enumerate(rows[2:6]):
+            bound.launch(parts.data_ptr() + i * bound.room, x.data_ptr(), row.data_ptr())
+        settle(rows[2:6])
         fill_on(x, rows[6], scratch)
         fill_on(x.clone(), rows[7], scratch)
         assert torch.equal(bits(rows[1:]), bits(rows[1:2].expand(7, -1)))
