@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from tensortap.errors import OptionError
 from tensortap.numerics import native
+from tensortap.numerics.giving_up import warn_of
 from tensortap.numerics.native_difference import NativeDifference, suits_pair
 from tensortap.numerics.reference import ReferenceBackend
 from tensortap.numerics.reference_difference import ReferenceDifference
@@ -143,25 +143,10 @@ _FAILED: list[Exception] = []  # what kernels for pairs have failed with
 
 
 def _give_up(error: Exception) -> None:
-    """Triton may be installed where it cannot work, or not all of it: as without a C compiler, or
-    on a GPU that is too small or unknown to it. Torch compares pairs from then on.
-    """
-    from tensortap.numerics.triton_difference import KernelsFailed
-
-    said = bool(_FAILED) or isinstance(error, KernelsFailed)
+    """Torch compares pairs from now on; that is said once."""
     _FAILED.append(error)
-    if said:
-        return
-    cause: BaseException = error
-    while cause.__cause__ is not None:  # Triton's own say no more than where
-        cause = cause.__cause__
-    why = " ".join(str(cause).split())[-200:]
-    warnings.warn(
-        f"Triton could not compute a difference ({type(cause).__name__}: {why}). "
-        "Torch does it instead: the same numbers, more slowly.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    if len(_FAILED) == 1:
+        warn_of("compute a difference", error, stacklevel=3)
 
 
 REFERENCE: Backend = _Reference()

@@ -9,7 +9,6 @@ spans' partial sums. That row comes back. Device -1 is Triton's interpreter.
 from __future__ import annotations
 
 import struct
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from tensortap.numerics.triton_pairs import as_read, run
 from tensortap.numerics.triton_percentiles import Distances
 from tensortap.numerics.triton_profile import profile_on
 
-__all__ = ["KernelsFailed", "TritonDifference", "readable", "suits_pair"]
+__all__ = ["TritonDifference", "readable", "suits_pair"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Stream = Callable[[], Iterator[Pair]]
@@ -39,15 +38,6 @@ _MOST = (64, 512, 2048)  # spans of a small, a middling and a large pair
 _FINDERS = 1024  # that look for the largest difference
 _PENDING = 64  # rows that wait on the device to be fetched together
 _HUGE = 1e30  # tolerances that float32 is not asked about
-
-
-class KernelsFailed(Exception):
-    """Triton is installed where it cannot work, as without a C compiler or on a GPU it does not
-    know. From then on, torch does the work.
-    """
-
-
-_BROKEN: list[Exception] = []
 
 
 class Shape(NamedTuple):
@@ -76,7 +66,6 @@ def suits_pair(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
         and reference.get_device() == candidate.get_device()
         and readable(reference)
         and readable(candidate)
-        and not _BROKEN
     )
 
 
@@ -102,7 +91,7 @@ class TritonDifference:
                 usual = tolerances(reference.dtype, candidate.dtype)
                 limits = (usual[0] if rtol is None else rtol, usual[1] if atol is None else atol)
                 for one, two in ordered_pieces(reference, candidate):
-                    pending.append(_launched(one, two, *limits))
+                    pending.append(launch(one, two, *limits))
                     if distances is not None:
                         distances.sample(one, two)
                     if len(pending) >= _PENDING:
@@ -136,23 +125,6 @@ def ordered_pieces(
 def _ordered(stream: Stream) -> Iterator[Pair]:
     for reference, candidate in stream():
         yield from ordered_pieces(reference, candidate)
-
-
-def _launched(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
-    try:
-        return launch(one, two, rtol, atol)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        _BROKEN.append(error)
-        why = str(error).partition("\n")[0]
-        warnings.warn(
-            f"Triton could not compute a difference ({type(error).__name__}: {why}). "
-            "Torch does it instead: the same numbers, more slowly.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        raise KernelsFailed from error
 
 
 def launch(one: torch.Tensor, two: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:

@@ -7,7 +7,6 @@ Triton. Device -1 is Triton's interpreter.
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from tensortap.numerics import triton_kernels as kernels
+from tensortap.numerics.giving_up import warn_of
 from tensortap.numerics.layout import first_elements
 from tensortap.numerics.summary import FIRST, WIDTH
 from tensortap.numerics.triton_formats import FORMATS, Format
@@ -269,8 +269,7 @@ _BROKEN: list[Exception] = []
 def _way(variant: _Variant, capturing: bool) -> Entry | None:
     """How to launch a variant of a kernel, which is compiled where it was not yet.
 
-    None if it cannot be: Triton may be installed where it cannot work, as without a C compiler or
-    on a GPU it does not know. That is said once, and torch does the work from then on.
+    None if it cannot be, which is said once; torch does the work from then on.
     """
     way = _KERNELS.get(variant)
     if way is None and not capturing and not _BROKEN:
@@ -278,16 +277,7 @@ def _way(variant: _Variant, capturing: bool) -> Entry | None:
             way = _KERNELS[variant] = _compiled(variant)
         except Exception as error:
             _BROKEN.append(error)
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # Triton's own say no more than where
-                cause = cause.__cause__
-            why = " ".join(str(cause).split())[-200:]
-            warnings.warn(
-                f"Triton could not run a summary ({type(cause).__name__}: {why}). "
-                "Torch does it instead: the same numbers, more slowly.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn_of("run a summary", error, stacklevel=4)
     return way
 
 
