@@ -566,11 +566,14 @@ class EagerTap:
         self._grad_handles = [h for h in self._grad_handles if h.hooks_dict_ref() is not None]
         self._safely(self._finish_interrupted)
         for place in self._places:
-            place.awaiting_grads.clear()
+            if place.awaiting_grads:
+                place.awaiting_grads.clear()
 
     def _finish_interrupted(self) -> None:
         """Calls that never ended, because the model raised, still have their inputs."""
         for place in self._places:
+            if not place.pending:  # once a step and a layer: make it quick
+                continue
             stacks, place.pending = place.pending, {}
             for stack in stacks.values():
                 while stack:
