@@ -216,3 +216,43 @@ def test_rows_that_may_not_come_over_are_never_too_many(
     with table.lock:
         assert table.next_row() == 0
     assert sorted(heard.rows) == [line(i) for i in range(4)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+def test_rows_that_are_left_half_done_are_complete_when_they_come_over(
+    heard: Heard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real kernels, in Triton's interpreter; parts have room for two rows at a time."""
+    kernels = pytest.importorskip("tensortap.numerics.triton_summary")
+    if not kernels.INTERPRETED:
+        pytest.skip("the kernels run on the device: tests/test_gpu_record.py")
+    room = kernels.room_of(1)
+    settled: list[int] = []
+
+    def settle(rows: torch.Tensor) -> None:
+        settled.append(len(rows))
+        kernels.settle(rows)
+
+    monkeypatch.setattr(device_table.on_device, "settle", settle)
+    monkeypatch.setattr(device_table, "_PARTS", 2 * room)
+    table = DeviceTable(CPU, heard.put)
+    parts = table.make_parts()
+    assert parts is not None
+    tensors = [torch.randn(40) + i for i in range(5)]
+    wanted = [summarize(tensor) for tensor in tensors]
+    for i, tensor in enumerate(tensors):
+        with table.lock:
+            row = table.next_row()
+            at = (table.room(room) - parts.data_ptr()) // 8
+            assert kernels.leave(tensor, table.rows[row], parts[at:]) == room
+            table.add(*line(i))
+        tensor.fill_(99.0)  # what is written later does not count
+    table.line(table.take(torch.ones(3)), line(5))  # one that is whole at once stays as it is
+    with table.lock:
+        table.send()
+    assert settled == [2, 2, 2]  # twice for want of room, and before they came over
+    for i, summary in enumerate(wanted):
+        found = Summary.from_row(heard.rows[line(i)])
+        assert found.mean == pytest.approx(summary.mean) and found.max == summary.max
+        assert found.first == summary.first
+    assert Summary.from_row(heard.rows[line(5)]).mean == 1.0

@@ -111,15 +111,19 @@ def test_sketches_come_with_their_rows(tmp_path, waits):
     assert second.sketch.tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("as_array", [True, False])
 @pytest.mark.parametrize("present_only", [True, False])
-def test_rows_that_count_nothing_are_dropped_when_asked(tmp_path, present_only):
+def test_rows_that_count_nothing_are_dropped_when_asked(tmp_path, present_only, as_array):
     writer = open_writer(tmp_path / "r")
     table = rows_of(torch.ones(3), torch.empty(0), torch.zeros(3))
     lines = [(site(writer, f"l{i}"), (i, 0, 0, 0)) for i in range(3)]
-    writer.put_rows(lines, table, present_only=present_only)
+    known = np.array([(at, *moment) for at, moment in lines]) if as_array else lines
+    writer.put_rows(known, table, present_only=present_only)
     writer.close()
     expected = ["l0", "l2"] if present_only else ["l0", "l1", "l2"]
-    assert tap.open(tmp_path / "r").layers == expected
+    run = tap.open(tmp_path / "r")
+    assert run.layers == expected
+    assert [record.order for record in run.records] == [int(name[1]) for name in expected]
 
 
 def test_rows_that_are_lost_on_the_way_are_a_failure_and_nobody_hangs(tmp_path):

@@ -8,7 +8,7 @@ the writer's thread waits for it.
 
 The device holds no more than the pool of regions, the host no more than the arena. A region in use
 makes the model's stream wait; a full arena makes the host wait until the disk has caught up. That
-is all the waiting there is.
+is all the waiting there is, but for CUDA's own: 56 loads may be under way (see `Cuda.event`).
 """
 
 from __future__ import annotations
