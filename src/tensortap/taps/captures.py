@@ -196,6 +196,7 @@ class Captures:
             self._give_back(found)
         if unused:  # nothing in the graph writes there
             found.kept[:] = [kept for kept in found.kept if kept is not found.parts]
+            found.parts = None
         return True
 
     def _make_room(self, found: _Captured) -> None:
