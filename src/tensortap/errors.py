@@ -1,7 +1,7 @@
 """Every error that is the user's to mend.
 
     TapError                    the base: catch this to catch them all
-    ├── TargetError             a target that does not import, or returns rubbish
+    ├── TargetError             a target that does not import, or does not fit
     ├── SelectionError          no such layer, a malformed pattern            (also a ValueError)
     ├── OptionError             an option that does not fit                   (also a ValueError)
     ├── RecordingError          a recording that cannot be read or written
@@ -15,8 +15,8 @@
     └── WatchAlarm              a rule of a watch that came true, where the user asked to raise
 
 A message is a sentence: what is wrong, where, what was got and expected, what to do.
-The command line prints it alone and exits with 2. Anything else that escapes is a bug of ours
-and keeps its traceback.
+The command line prints it alone and exits with 2. Anything else that escapes is a bug of ours:
+there it is a line that says so, exits with 2 as well, and says where to report it.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def test_a_segment_is_sealed_a_second_after_its_first_record(tmp_path) -> None:
         time.sleep(0.02)
     run = tap.open(tmp_path / "r")
     assert run.status == "recording"
-    assert any("not closed" in note for note in run.notes)
+    assert any("still being written" in note for note in run.notes)
     assert torch.equal(run["a"].output, torch.ones(3))
     writer.close()
 

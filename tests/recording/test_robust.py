@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import struct
@@ -346,10 +347,10 @@ def test_a_damaged_segment_names_itself_and_the_rest_is_readable(two_segments, k
         ('{"format": "one"}', "no usable format version"),
         ("[]", "not a manifest"),
         ("{", "not JSON"),
-        ('{"format": 1, "notes": 3}', "'notes' is int"),
-        ('{"format": 1, "status": "odd"}', "status is 'odd'"),
-        ('{"format": 1, "notes": [3]}', "an item of 'notes' is int"),
-        ('{"format": 1, "mode": {}}', "'mode' is dict, expected str or NoneType"),
+        ('{"format": 1, "notes": 3}', "'notes' is 3, expected a list"),
+        ('{"format": 1, "status": "odd"}', "'status' is the text 'odd', expected 'recording' or"),
+        ('{"format": 1, "notes": [3]}', "an item of 'notes' is 3, expected text"),
+        ('{"format": 1, "mode": {}}', "'mode' is an object, expected text"),
     ],
 )
 def test_a_wrong_manifest_is_a_sentence(tmp_path, manifest: str, message: str) -> None:
@@ -399,3 +400,14 @@ def test_nothing_in_a_recording_is_unpickled() -> None:
         assert "pickle.load(" not in text, path
         assert "weights_only=False" not in text, path
         assert "allow_pickle=True" not in text, path
+
+
+@pytest.mark.parametrize("kind", ["file", "fifo"])
+def test_what_is_not_a_folder_is_said_to_be_none(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "here"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_text("not a recording")
+    with pytest.raises(tap.TapError, match="is not a folder, and a recording is one"):
+        tap.open(path)

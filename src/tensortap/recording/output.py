@@ -109,7 +109,8 @@ class SegmentOutput:
 
     def abandon(self) -> None:
         """Leave no half segment behind."""
-        self._close()
+        with contextlib.suppress(OSError):
+            self._close()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -118,10 +119,14 @@ class SegmentOutput:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def _close(self) -> None:
-        for fd in (self._fd, self._bypass):
+        bypass, self._bypass = self._bypass, -1
+        fd, self._fd = self._fd, -1  # one that cannot be closed is not to be closed again
+        try:
+            if bypass >= 0:
+                os.close(bypass)
+        finally:
             if fd >= 0:
                 os.close(fd)
-        self._fd = self._bypass = -1
 
     def _write(self, fd: int, offset: int, data: memoryview) -> None:
         done = 0

@@ -10,10 +10,9 @@ import contextlib
 import difflib
 import functools
 import gc
-import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +25,10 @@ from ..numerics import summarize
 from ..numerics.histogram import Histogram
 from ..numerics.summary import Summary
 from .dtypes import from_bytes, torch_dtype
+from .kinds import parse
+from .owner import in_words
 from .schema import (
-    HISTOGRAM_BUCKETS,
-    HISTOGRAM_COUNTS,
+    LARGEST_MANIFEST,
     MANIFEST,
     PROVENANCES,
     SKETCHES,
@@ -43,7 +43,7 @@ from .store import LocalStore, Store, open_store
 if TYPE_CHECKING:
     from .health import Finding, Limits
 
-__all__ = ["Layer", "Record", "Recording", "open"]
+__all__ = ["Layer", "Record", "Recording", "open", "read_manifest"]
 
 _SEGMENT = re.compile(r"segment-r\d{3,}-\d{6,}\.safetensors")
 
@@ -54,7 +54,13 @@ def open(path: str | os.PathLike[str], *, partial: bool = False) -> Recording:
     for _ in range(5):
         # segments may be joined under our eyes
         with contextlib.suppress(FileNotFoundError), undisturbed():
-            return _open(store, partial)
+            try:
+                return _open(store, partial)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                where = error.filename or store.url
+                raise RecordingError(f"Cannot read {where}: {error.strerror or error}.") from None
     raise RecordingError(f"{store.url} changes faster than it can be read. Try again.")
 
 
@@ -74,7 +80,7 @@ def _open(store: Store, partial: bool) -> Recording:
     names = store.names()
     if MANIFEST not in names:
         raise NotARecordingError(_nothing_there(store, names))
-    manifest = _read_manifest(store)
+    manifest = read_manifest(store)
     segments: list[Segment] = []
     damaged: list[DamagedError] = []
     for name in names:
@@ -84,6 +90,11 @@ def _open(store: Store, partial: bool) -> Recording:
             segments.append(read_segment(store, name))
         except DamagedError as error:
             damaged.append(error)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            reason = error.strerror or error
+            damaged.append(DamagedError(f"{store.url}/{name} cannot be read: {reason}."))
     merged = {name for segment in segments for name in segment.merged}
     segments = [segment for segment in segments if segment.name not in merged]
     if damaged and not partial:
@@ -91,11 +102,12 @@ def _open(store: Store, partial: bool) -> Recording:
     return Recording(store, manifest, segments, [str(error) for error in damaged])
 
 
-def _read_manifest(store: Store) -> Manifest:
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of a recording, checked; a FileNotFoundError where there is none."""
     where = f"{store.url}/{MANIFEST}"
     try:
-        data = json.loads(store.read_text(MANIFEST))
-    except (ValueError, RecursionError) as error:
+        data = parse(store.read_text(MANIFEST, LARGEST_MANIFEST))
+    except ValueError as error:
         raise DamagedError(f"{where} is corrupt: it is not JSON ({error}).") from None
     except FileNotFoundError:
         raise
@@ -105,6 +117,8 @@ def _read_manifest(store: Store) -> Manifest:
 
 
 def _nothing_there(store: Store, names: list[str]) -> str:
+    if not names and Path(store.url).exists() and not Path(store.url).is_dir():
+        return f"{store.url} is not a folder, and a recording is one."
     if not names:
         return f"There is no recording at {store.url}: the folder does not exist or is empty."
     inner = [name for name in names if MANIFEST in open_store(f"{store.url}/{name}").names()]
@@ -180,6 +194,11 @@ class Record:
     def stored(self) -> bool:
         """Whether the tensor itself was kept, not its summary alone."""
         return self._number >= 0
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether its tensor is there for a while alone, since nobody stores it."""
+        return False
 
     @property
     def nbytes(self) -> int:
@@ -318,6 +337,15 @@ class Recording(Mapping[str, Layer]):
         self._histogram_places: dict[str, dict[int, slice]] = {}
         self._sketch_places: dict[str, dict[int, slice]] = {}
 
+    def limited(self, keep: Callable[[Segment, RawRow], bool]) -> Recording:
+        """The same recording with only the records that `keep` says yes to."""
+        view = Recording(self._store, self.manifest, self._segments, self._damage)
+        rows = {
+            layer: [pair for pair in pairs if keep(*pair)] for layer, pairs in view._rows.items()
+        }
+        view._rows = {layer: pairs for layer, pairs in rows.items() if pairs}
+        return view
+
     @property
     def status(self) -> Status:
         return self.manifest.status
@@ -366,10 +394,7 @@ class Recording(Mapping[str, Layer]):
         """What a reader should know before trusting the recording."""
         notes = list(self._damage) + list(self.manifest.notes)
         if self.status == "recording":
-            notes.append(
-                "The recording was not closed: it is still being written, or its process was "
-                "killed. All finished segments are here."
-            )
+            notes.append(f"{in_words(self.manifest.writer)} segments are here.")
         if self.status == "failed":
             notes.append(f"The recording failed: {self.manifest.failure or 'no reason was kept'}.")
         return notes + _skipped_in_words(self.manifest.skipped)
@@ -496,9 +521,7 @@ class Recording(Mapping[str, Layer]):
             places = self._histogram_places[segment.name] = _places(segment.histograms)
         if row not in places:
             return None
-        buckets = segment.array(HISTOGRAM_BUCKETS, "<u2")[places[row]]
-        counts = segment.array(HISTOGRAM_COUNTS, "<i8")[places[row]]
-        return Histogram.from_sparse(buckets, counts)
+        return segment.histogram(places[row])
 
     def to_dict(self) -> dict[str, Any]:
         return {"path": self.path, "manifest": self.manifest.to_dict(), "layers": self.layers}

@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ..errors import DamagedError, VersionError
+from .contents import MANIFEST_KINDS, PORTS, PROVENANCES, Port, Provenance
+from .kinds import Unfit
 
 __all__ = [
     "COMPARISON",
     "FORMAT",
+    "LARGEST_MANIFEST",
     "LIVE",
     "MANIFEST",
     "PORTS",
@@ -31,6 +34,8 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "recording.json"
+LARGEST_MANIFEST = 128 << 20
+"""Bytes of a manifest: a larger one is neither written nor read."""
 COMPARISON = "comparison.json"
 LIVE = "live.json"
 HEADER_KEY = "tensortap"
@@ -40,23 +45,7 @@ HISTOGRAM_COUNTS = "histogram_counts"
 SKETCHES = "sketch_values"
 PADDING = "padding."
 
-Port = Literal[
-    "input", "output", "grad_input", "grad_output", "param", "grad_param", "update", "scalar"
-]
-PORTS: tuple[Port, ...] = (
-    "input",
-    "output",
-    "grad_input",
-    "grad_output",
-    "param",
-    "grad_param",
-    "update",
-    "scalar",
-)
 Status = Literal["recording", "complete", "failed"]
-Provenance = Literal["hook", "scope", "value-name", "weight", "inferred"]
-PROVENANCES: tuple[Provenance, ...] = ("hook", "scope", "value-name", "weight", "inferred")
-"""How a layer's name is known, the surest first (docs/compiled.md)."""
 
 
 def segment_name(rank: int, number: int) -> str:
@@ -133,8 +122,10 @@ class Manifest:
     environment: dict[str, Any] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     self_checks: list[dict[str, Any]] = field(default_factory=list)
+    generations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failure: str | None = None
+    writer: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -150,58 +141,21 @@ class Manifest:
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise DamagedError(
                 f"{where} has no usable format version: expected a whole number from 1, "
-                f"got {version!r}."
+                f"got {str(version)[:40]!r}."
             )
         if version > FORMAT:
             raise VersionError(
-                f"{where} is in format version {version}; this tensortap reads up to version "
-                f"{FORMAT}. Install a newer tensortap to open it."
+                f"{where} is in format version {str(version)[:40]}; this tensortap reads up to "
+                f"version {FORMAT}. Install a newer tensortap to open it."
             )
         known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in data.items() if key in known}
-        _check_types(values, where)
+        try:
+            values = {
+                key: MANIFEST_KINDS[key](value, f"'{key}'")
+                for key, value in data.items()
+                if key in known
+            }
+        except Unfit as error:
+            raise DamagedError(f"{where} is damaged: {error}.") from None
         values["structure"] = Structure.from_dict(values.get("structure") or {})
         return cls(**values)
-
-
-_TEXT = (str, type(None))
-_TYPES: dict[str, tuple[type, ...]] = {
-    "status": (str,),
-    "tool": (str,),
-    "torch": (str,),
-    "python": (str,),
-    "created": (str,),
-    "closed": _TEXT,
-    "device": (str,),
-    "mode": _TEXT,
-    "failure": _TEXT,
-    "target": (dict,),
-    "selection": (dict,),
-    "structure": (dict,),
-    "inputs": (dict,),
-    "environment": (dict,),
-    "skipped": (list,),
-    "self_checks": (list,),
-    "notes": (list,),
-}
-_ITEMS: dict[str, type] = {"skipped": dict, "self_checks": dict, "notes": str}
-
-
-def _check_types(values: Mapping[str, Any], where: str) -> None:
-    for key, kinds in _TYPES.items():
-        if key in values:
-            _check_type(values[key], kinds, f"'{key}'", where)
-    for key, kind in _ITEMS.items():
-        for item in values.get(key, ()):
-            _check_type(item, (kind,), f"an item of '{key}'", where)
-    _check_type(values.get("target", {}).get("class", ""), (str,), "the class of 'target'", where)
-    if values.get("status", "recording") not in ("recording", "complete", "failed"):
-        raise DamagedError(f"{where} is damaged: its status is {values['status']!r}.")
-
-
-def _check_type(value: Any, kinds: tuple[type, ...], what: str, where: str) -> None:
-    if not isinstance(value, kinds):
-        expected = " or ".join(kind.__name__ for kind in kinds)
-        raise DamagedError(
-            f"{where} is damaged: {what} is {type(value).__name__}, expected {expected}."
-        )

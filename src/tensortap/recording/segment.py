@@ -1,7 +1,7 @@
 """One segment: a plain safetensors file with our rows in its metadata.
 
-The header is built by `HeaderBuilder` and read back, with every number checked, by `read_segment`:
-files come from outside, and a wrong offset must become a sentence, not a crash.
+The header is built by `HeaderBuilder` and read back by `read_segment`, which has it checked by
+`header`; the numbers in a table of summaries are checked when the table is first asked for.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from typing import Any
 import numpy as np
 
 from ..errors import DamagedError
-from ..numerics.summary import COLUMNS, FIRST, WIDTH
-from .dtypes import ITEM_SIZES
+from ..numerics.histogram import BUCKETS, Histogram
+from ..numerics.summary import COLUMNS, COUNTS, FIRST, WIDTH
+from .header import ROW_FIELDS, RawRow, read_header
 from .schema import (
     FORMAT,
     HEADER_KEY,
     HISTOGRAM_BUCKETS,
     HISTOGRAM_COUNTS,
     PADDING,
-    PORTS,
-    PROVENANCES,
     SKETCHES,
     SUMMARIES,
-    Provenance,
     Site,
 )
 from .store import Store
@@ -37,11 +35,8 @@ __all__ = ["ALIGNMENT", "HeaderBuilder", "RawRow", "Segment", "read_segment", "t
 
 ALIGNMENT = 64
 _LARGEST_HEADER = 100_000_000  # what safetensors itself accepts
+_MOST = 2.0**53  # values that a summary counts
 _ROW_TEXT = 80  # bytes that a row takes in a header at most
-_ROW_FIELDS = ("site", "order", "epoch", "batch", "call", "tensor", "summary")
-
-RawRow = tuple[int, int, int, int, int, int, int]
-"""(site, order, epoch, batch, call, tensor number or -1, summary row or -1)"""
 
 
 def tensor_id(rank: int, number: int) -> str:
@@ -121,7 +116,7 @@ class HeaderBuilder:
             "number": self.number,
             "merged": self.merged,
             "summary_columns": [*COLUMNS, *(f"first_{i}" for i in range(FIRST))],
-            "row_fields": _ROW_FIELDS,
+            "row_fields": ROW_FIELDS,
             "sites": [_described(site)[0] for site in self.sites],
             "rows": self.rows,
             "histograms": [[row, len(buckets)] for row, buckets, _ in self.histograms],
@@ -176,6 +171,7 @@ class Segment:
     data_start: int
     padding: int
     sketches: tuple[tuple[int, int], ...] = ()
+    _checked: list[bool] = field(default_factory=list, repr=False, compare=False)
 
     def view(self, tensor: str) -> memoryview:
         _, _, start, stop = self.tensors[tensor]
@@ -186,9 +182,40 @@ class Segment:
         return np.frombuffer(self.view(tensor), dtype=dtype).reshape(shape)
 
     def summaries(self) -> np.ndarray[Any, Any]:
+        """The table of summaries, a row each; what is not possible in it is damage."""
         if SUMMARIES not in self.tensors:
             return np.empty((0, WIDTH))
-        return self.array(SUMMARIES, "<f8")
+        table = self.array(SUMMARIES, "<f8")
+        if not self._checked:
+            self._check(table)
+            self._checked.append(True)
+        return table
+
+    def histogram(self, place: slice) -> Histogram:
+        """One histogram, of the stretch that is its."""
+        buckets = self.array(HISTOGRAM_BUCKETS, "<u2")[place]
+        counts = self.array(HISTOGRAM_COUNTS, "<i8")[place]
+        if len(buckets) and (int(buckets.max()) >= BUCKETS or int(counts.min()) < 0):
+            raise self._corrupt("a histogram has buckets or counts that there cannot be")
+        return Histogram.from_sparse(buckets, counts)
+
+    def _check(self, table: np.ndarray[Any, Any]) -> None:
+        """That counts are counts, that parts are no more than the whole, that a norm has no sign.
+
+        A statistic may be anything that values may be, also NaN: only counts cannot.
+        """
+        counts = table[:, :COUNTS]
+        with np.errstate(invalid="ignore"):
+            fits = (counts >= 0) & (counts <= _MOST) & (counts == np.floor(counts))
+            whole = fits.all() and (counts[:, 1:4].sum(axis=1) <= counts[:, 0]).all()
+            lengths = table[:, [COLUMNS.index("l2"), COLUMNS.index("std")]]
+            if not whole or (counts.max(axis=1, initial=0) > counts[:, 0]).any():
+                raise self._corrupt("its summaries have counts that there cannot be")
+            if (lengths < 0).any():
+                raise self._corrupt("its summaries have a negative norm or deviation")
+
+    def _corrupt(self, what: str) -> DamagedError:
+        return DamagedError(f"{self.store.url}/{self.name} is corrupt: {what}.")
 
 
 def read_segment(store: Store, name: str) -> Segment:
@@ -203,126 +230,22 @@ def read_segment(store: Store, name: str) -> Segment:
             f"{where} is truncated or corrupt: its header should take {length} bytes, "
             f"the file has {size - 8} behind the length."
         )
-    try:
-        text = bytes(store.view(name, 8, 8 + length))
-        whole = json.loads(text)
-        document = json.loads(whole["__metadata__"][HEADER_KEY])
-        entries = {key: value for key, value in whole.items() if key != "__metadata__"}
-        tensors = {
-            key: _check_entry(key, value, size - 8 - length, where)
-            for key, value in entries.items()
-        }
-        padding = len(text) - len(text.rstrip(b" "))
-        return _build(store, name, document, tensors, (8 + length, padding), where)
-    except DamagedError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedError(
-            f"{where} is corrupt: its header cannot be read ({type(error).__name__}: {error})."
-        ) from None
-
-
-def _check_entry(
-    key: str, value: Any, room: int, where: str
-) -> tuple[str, tuple[int, ...], int, int]:
-    code, shape, (start, stop) = value["dtype"], value["shape"], value["data_offsets"]
-    numbers = [start, stop, *shape]
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
-        raise DamagedError(f"{where} is corrupt: tensor {key} has a size that is no whole number.")
-    if stop > room:
-        raise DamagedError(
-            f"{where} is truncated: tensor {key} should end at byte {stop} of the data, "
-            f"the file ends at byte {room}."
-        )
-    count = 1
-    for extent in shape:
-        count *= extent
-    if code in ITEM_SIZES and count * ITEM_SIZES[code] != stop - start:
-        raise DamagedError(
-            f"{where} is corrupt: tensor {key} of {code} {list(shape)} needs "
-            f"{count * ITEM_SIZES[code]} bytes, its place has {stop - start}."
-        )
-    return str(code), tuple(shape), start, stop
-
-
-def _build(
-    store: Store,
-    name: str,
-    document: Any,
-    tensors: dict[str, tuple[str, tuple[int, ...], int, int]],
-    header: tuple[int, int],
-    where: str,
-) -> Segment:
-    sites = tuple(_site(item, where) for item in document["sites"])
-    summaries = tensors[SUMMARIES][1] if SUMMARIES in tensors else (0, WIDTH)
-    if len(summaries) != 2 or summaries[1] != WIDTH:
-        raise DamagedError(f"{where} is corrupt: its summaries have shape {list(summaries)}.")
-    rows = _checked_rows(document["rows"], len(sites), summaries[0], where)
-    sketches = tuple((int(r), int(n)) for r, n in document.get("sketches", ()))
-    kept = tensors[SKETCHES][1] if SKETCHES in tensors else (0,)
-    if sketches and kept != (sum(count for _, count in sketches),):
-        raise DamagedError(f"{where} is corrupt: its sketches have shape {list(kept)}.")
+    text = bytes(store.view(name, 8, 8 + length))
+    header = read_header(text, size - 8 - length, where)
     return Segment(
         store=store,
         name=name,
-        rank=int(document["rank"]),
-        number=int(document["number"]),
-        merged=tuple(str(n) for n in document.get("merged", ())),
-        sites=sites,
-        rows=rows,
-        tensors=tensors,
-        histograms=tuple((int(r), int(n)) for r, n in document.get("histograms", ())),
-        data_start=header[0],
-        padding=header[1],
-        sketches=sketches,
+        rank=header.rank,
+        number=header.number,
+        merged=header.merged,
+        sites=header.sites,
+        rows=header.rows,
+        tensors=header.tensors,
+        histograms=header.histograms,
+        data_start=8 + length,
+        padding=len(text) - len(text.rstrip(b" ")),
+        sketches=header.sketches,
     )
-
-
-def _checked_rows(rows: Any, sites: int, summaries: int, where: str) -> tuple[RawRow, ...]:
-    """The rows, each of which points to a site and a summary that are there.
-
-    A watched run has hundreds of thousands, so they are looked at all at once, and one by one only
-    to name the one that is wrong.
-    """
-    try:
-        numbers = np.array(rows)
-    except ValueError:
-        numbers = np.empty(0)
-    if numbers.dtype == np.int64 and numbers.shape[1:] == (len(_ROW_FIELDS),):
-        at = numbers[:, 0]
-        if ((at >= 0) & (at < sites) & (numbers[:, 6] < summaries)).all():
-            return tuple(map(tuple, rows))
-    checked = tuple(tuple(int(n) for n in row) for row in rows)
-    for row in checked:
-        if len(row) != len(_ROW_FIELDS) or not 0 <= row[0] < sites:
-            raise DamagedError(f"{where} is corrupt: the row {row} points to no site.")
-        if row[6] >= summaries:
-            raise DamagedError(f"{where} is corrupt: the row {row} points to no summary.")
-    return checked  # type: ignore[return-value]
-
-
-def _site(item: Any, where: str) -> Site:
-    shape = tuple(int(n) for n in item["shape"])
-    if item["port"] not in PORTS or any(n < 0 for n in shape):
-        raise DamagedError(f"{where} is corrupt: no such site as {item!r}.")
-    alias = item.get("alias")
-    return Site(
-        layer=str(item["layer"]),
-        port=item["port"],
-        leaf=str(item["leaf"]),
-        alias=None if alias is None else str(alias),
-        type=str(item["type"]),
-        shape=shape,
-        dtype=str(item["dtype"]),
-        device=str(item["device"]),
-        provenance=_provenance(item.get("provenance", "hook"), where),
-    )
-
-
-def _provenance(value: Any, where: str) -> Provenance:
-    if value not in PROVENANCES:
-        raise DamagedError(f"{where} is corrupt: no name is known by {value!r}.")
-    return value  # type: ignore[no-any-return]
 
 
 def sorted_rows(segments: Iterable[Segment]) -> list[tuple[Segment, RawRow]]:

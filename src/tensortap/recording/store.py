@@ -9,6 +9,7 @@ the disk; a remote one is read by ranges.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import re
@@ -18,8 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import DamagedError, RecordingError
+from ..regular_files import must_be_regular, open_regular, read_regular
 
-__all__ = ["LocalStore", "RemoteStore", "Store", "open_store"]
+__all__ = ["LARGEST_TEXT", "LocalStore", "RemoteStore", "Store", "open_store"]
+
+LARGEST_TEXT = 64 << 20
+"""Bytes of a small text beside the segments, where nothing else is said."""
 
 _URL = re.compile(r"^[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -30,8 +35,9 @@ class Store(Protocol):
     url: str
 
     def names(self) -> list[str]: ...
-    def read_text(self, name: str) -> str: ...
+    def read_text(self, name: str, most: int = LARGEST_TEXT) -> str: ...
     def write_text(self, name: str, text: str) -> None: ...
+    def rewrite(self, name: str, text: str) -> None: ...
     def size(self, name: str) -> int: ...
     def view(self, name: str, start: int, stop: int) -> memoryview: ...
     def scratch(self, name: str) -> Path: ...
@@ -74,23 +80,49 @@ class LocalStore:
     def names(self) -> list[str]:
         return sorted(p.name for p in self.root.iterdir()) if self.root.is_dir() else []
 
-    def read_text(self, name: str) -> str:
-        return self._inside(name).read_text(encoding="utf-8")
+    def read_text(self, name: str, most: int = LARGEST_TEXT) -> str:
+        return read_regular(self._inside(name), most).decode("utf-8")
 
     def write_text(self, name: str, text: str) -> None:
         scratch = self.scratch(name)
-        scratch.write_text(text, encoding="utf-8")
-        self.commit(scratch, name)
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            self.commit(scratch, name)
+        except OSError:
+            with contextlib.suppress(OSError):
+                scratch.unlink(missing_ok=True)
+            raise
+
+    def rewrite(self, name: str, text: str) -> None:
+        """Put another text into a file that is there, where no new one can be made.
+
+        It takes no inode and mostly no room, and is one write: a reader that comes meanwhile meets
+        the old text or the new one. If it does not fit, the old one is put back.
+        """
+        path = self._inside(name)
+        before, after = read_regular(path, LARGEST_TEXT), text.encode("utf-8")
+        blank = after.ljust(len(before))  # JSON may end in spaces: nothing old is left behind it
+        fd = os.open(path, os.O_WRONLY)
+        try:
+            if os.pwrite(fd, blank, 0) < len(blank):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.ftruncate(fd, len(after))
+        except OSError:
+            os.pwrite(fd, before, 0)
+            os.ftruncate(fd, len(before))
+            raise
+        finally:
+            os.close(fd)
 
     def size(self, name: str) -> int:
-        return self._inside(name).stat().st_size
+        return must_be_regular(self._inside(name)).st_size
 
     def view(self, name: str, start: int, stop: int) -> memoryview:
         if start >= stop:
             return memoryview(b"")
         mapped = self._maps.get(name)
         if mapped is None:
-            with self._inside(name).open("rb") as file:
+            with open_regular(self._inside(name)) as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._maps[name] = mapped
         return memoryview(mapped)[start:stop]
@@ -116,11 +148,17 @@ class LocalStore:
 
     def _inside(self, name: str) -> Path:
         path = self.root / name
-        if not path.resolve().is_relative_to(self.root.resolve()):
+        try:
+            real = path.resolve()
+        except RuntimeError:  # what Python before 3.13 says of a link that leads to itself
+            raise OSError(errno.ELOOP, "its links lead in a circle", str(path)) from None
+        if not real.is_relative_to(self.root.resolve()):
             raise DamagedError(
-                f"{path} leads out of its folder, to {path.resolve()}. A recording holds its own "
+                f"{path} leads out of its folder, to {real}. A recording holds its own "
                 "files; copy the real file into the folder to read it."
             )
+        if real != path and path.is_symlink() and not real.exists():
+            raise DamagedError(f"{path} is a link to {real}, where there is nothing.")
         return path
 
 
@@ -151,11 +189,18 @@ class RemoteStore:
         self._fs.invalidate_cache()
         return sorted(str(p).rsplit("/", 1)[-1] for p in self._fs.ls(self._root, detail=False))
 
-    def read_text(self, name: str) -> str:
+    def read_text(self, name: str, most: int = LARGEST_TEXT) -> str:
+        size = self.size(name)
+        if size > most:
+            text = f"it has {size} bytes, more than {most}"
+            raise OSError(errno.EFBIG, text, f"{self.url}/{name}")
         return bytes(self._fs.cat_file(self._at(name))).decode("utf-8")
 
     def write_text(self, name: str, text: str) -> None:
         self._fs.pipe_file(self._at(name), text.encode("utf-8"))
+
+    def rewrite(self, name: str, text: str) -> None:
+        self.write_text(name, text)
 
     def size(self, name: str) -> int:
         return int(self._fs.size(self._at(name)))

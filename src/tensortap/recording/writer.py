@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from ..errors import OptionError, RecordingError, RecordingExistsError
+from ..forks import make_known
 from ..numerics import memory, native
 from ..numerics.backend import pick
 from ..numerics.histogram import Histogram
@@ -33,11 +34,13 @@ from ..numerics.summary import WIDTH
 from .arena import Arena, Buffer
 from .dtypes import dtype_name, from_bytes
 from .ferry import Ferry
+from .kinds import parse, writable
 from .merge import merge_small
+from .owner import this_process
 from .parcel import Broken, Entry, Flush, Line, Moment, Parcel, Ready
 from .pieces import address_of
 from .rows import fill_row, sparse
-from .schema import COMPARISON, LIVE, MANIFEST, Manifest, Row, Site, Status
+from .schema import COMPARISON, LARGEST_MANIFEST, LIVE, MANIFEST, Manifest, Row, Site, Status
 from .spool import REMEMBERED, Key, Spool
 from .store import Store, open_store
 
@@ -76,6 +79,34 @@ def discard(store: Store) -> None:
     store.drop()
 
 
+def manifest_text(manifest: Manifest) -> str:
+    """A manifest as it is written; of one that no reader would take, the longest lists go."""
+    data = manifest.to_dict()
+    lists = [data[key] for key in ("generations", "self_checks", "skipped")]
+    while True:
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
+        written = text.encode("utf-8", "replace")  # a reader takes no half characters
+        if len(written) <= LARGEST_MANIFEST or not any(lists):
+            return written.decode()
+        longest = max(lists, key=len)
+        longest.clear()
+        data["notes"].append(
+            "The manifest had to be shortened: what generate() wrote, what self-checks found or "
+            "what was not recorded is not all in it."
+        )
+
+
+def _named(site: Site) -> Site:
+    """A site with names that a reader takes: a module may be called anything."""
+    return replace(
+        site,
+        layer=writable(site.layer),
+        leaf=writable(site.leaf),
+        alias=None if site.alias is None else writable(site.alias),
+        type=writable(site.type),
+    )
+
+
 def _is_segment(name: str) -> bool:
     return name.lstrip(".").startswith("segment-r") and ".safetensors" in name
 
@@ -94,7 +125,7 @@ class Writer:
         seal_after: float = 1.0,
         rank: int = 0,
     ) -> None:
-        self.manifest = manifest
+        self.manifest = replace(manifest, writer=this_process())
         self.rank = rank
         self.store: Store = open_store(path)
         self.histograms = histograms
@@ -110,6 +141,7 @@ class Writer:
         self._holders: list[Callable[[], None]] = []
         self._closed = False
         self._owner = os.getpid()
+        make_known(self)
         backend = pick(torch.empty(0))
         self._native = native.summarize_into if backend.name == "native" else None
         try:
@@ -137,6 +169,15 @@ class Writer:
         atexit.register(self._at_exit)
 
     @property
+    def is_ours(self) -> bool:
+        """Whether this process began the recording; in a forked child it is its parent's."""
+        return os.getpid() == self._owner
+
+    def in_child(self) -> None:
+        """A forked child has the writer, without the thread that writes."""
+        self._lock = threading.Lock()
+
+    @property
     def failure(self) -> str | None:
         """Why nothing more is written, or None while all is well."""
         return self._spool.failure
@@ -147,7 +188,7 @@ class Writer:
             index = self._site_index.get(site)
             if index is None:
                 index = self._site_index[site] = len(self._sites)
-                self._sites.append(site)
+                self._sites.append(_named(site))
             return index
 
     def add(self, row: Row, tensor: torch.Tensor) -> None:
@@ -477,10 +518,12 @@ class Writer:
 
     def _takes(self) -> bool:
         """Whether records are still taken; a forked child has no thread that would write them."""
-        return self._spool.alive and not self._closed and os.getpid() == self._owner
+        return self._spool.alive and not self._closed and self.is_ours
 
     def flush(self, *, sync: bool = False) -> None:
         """Return when everything taken so far stands in sealed segments."""
+        if not self.is_ours:
+            return
         self._call_holders()
         self._hand_over_all()
         done = threading.Event()
@@ -489,9 +532,15 @@ class Writer:
             pass
 
     def close(self, status: Status = "complete", **updates: Any) -> None:
-        """Write what is left, merge small segments, and say in the manifest how it ended."""
-        if self._closed:
+        """Write what is left, merge small segments, and say in the manifest how it ended.
+
+        In a forked child nothing is touched: what is on disk is the parent's.
+        """
+        if self._closed or not self.is_ours:
             return
+        replaced = self._is_replaced()
+        if replaced:  # what is there now is another's: nothing of ours belongs to it
+            self._spool.put(Broken(RecordingError("another recorder has taken over the folder")))
         self._call_holders()
         self._hand_over_all()
         self._closed = True
@@ -511,9 +560,9 @@ class Writer:
         else:
             status, updates["failure"] = "failed", failure
         self.manifest = replace(self.manifest, status=status, closed=now(), **updates)
-        if self.rank == 0:
+        if self.rank == 0 and not replaced:
             try:
-                self._write_manifest()
+                self._write_last_manifest()
             except OSError as error:
                 self._spool.failure = failure or f"the manifest: {error.strerror or error}"
 
@@ -525,12 +574,33 @@ class Writer:
             self._ferry.say(f"Memory was not given back: {error}.")
 
     def _write_manifest(self) -> None:
-        text = json.dumps(self.manifest.to_dict(), indent=2, ensure_ascii=False)
-        self.store.write_text(MANIFEST, text + "\n")
+        self.store.write_text(MANIFEST, manifest_text(self.manifest))
+
+    def _write_last_manifest(self) -> None:
+        """Say how it ended, also where no file can be made: then in the one that is there."""
+        try:
+            self._write_manifest()
+        except OSError as error:
+            try:
+                self.store.rewrite(MANIFEST, manifest_text(self.manifest))
+            except OSError:
+                raise error from None
+
+    def _is_replaced(self) -> bool:
+        """Whether another recorder has begun at the same place since."""
+        if self.rank != 0:
+            return False
+        try:
+            found = parse(self.store.read_text(MANIFEST, LARGEST_MANIFEST))
+        except (OSError, ValueError, RecordingError):
+            return False
+        writer = found.get("writer") if isinstance(found, dict) else None
+        ours = self.manifest.writer or {}
+        return isinstance(writer, dict) and writer.get("token") != ours.get("token")
 
     def _at_exit(self) -> None:
         """The interpreter ends with the recording open: keep what was taken."""
-        if os.getpid() != self._owner:
+        if not self.is_ours:
             return
         self._call_holders()
         self._hand_over_all()

@@ -18,9 +18,13 @@ import numpy as np
 import torch
 
 from ...errors import DamagedError, LayoutError, RecordingError
+from ...regular_files import read_regular
 from ..dtypes import torch_dtype
+from ..kinds import parse, plain
 from .arrays import Array, from_numpy, numpy_twin, to_numpy
 from .files import writing
+
+_LARGEST_TEXT = 256 << 20  # bytes of the statistics beside a tree
 
 if TYPE_CHECKING:
     from ..reader import Record, Recording
@@ -173,9 +177,9 @@ def split(
 def read_json(path: Path) -> dict[str, Any]:
     """A statistics file as a dictionary; anything else is refused by name."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"{path} is corrupt: it is not JSON ({error}).") from None
+        data = plain(parse(read_regular(path, _LARGEST_TEXT)), "it")
+    except ValueError as error:
+        raise LayoutError(f"{path} is corrupt: no usable JSON ({error}).") from None
     except OSError as error:
         raise LayoutError(f"Cannot read {path}: {error.strerror or error}.") from None
     if not isinstance(data, dict):

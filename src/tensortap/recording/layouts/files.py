@@ -54,7 +54,10 @@ def listing(source: Path) -> list[str]:
 def inside(source: Path, name: str) -> Path:
     """The path of a file of a tree; a link that leads out of the tree is refused."""
     path = source / name
-    real = path.resolve()
+    try:
+        real = path.resolve()
+    except RuntimeError:  # what Python before 3.13 says of a link that leads to itself
+        raise LayoutError(f"{path} cannot be read: its links lead in a circle.") from None
     if not real.is_relative_to(source.resolve()):
         raise LayoutError(
             f"{path} leads out of its folder, to {real}. A tree holds its own files; "

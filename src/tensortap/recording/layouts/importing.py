@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 
 from ... import __version__
 from ...errors import LayoutError, OptionError, RecordingError
+from ..contents import INPUTS, TARGET
+from ..kinds import Kind, plain, why_unfit
 from ..schema import MANIFEST, Manifest
 from ..writer import Writer, now, prepare
 from .base import Progress, Tree, _silent, detect, get
@@ -121,22 +123,38 @@ def _part(tree: Tree, only: str, path: Path) -> Tree:
     return replace(tree, entries=kept)
 
 
+def _fitting(
+    found: Mapping[str, Any], kinds: Mapping[str, Kind], notes: list[str]
+) -> dict[str, Any]:
+    """What a tree says of its run, as far as a recording may hold it; the rest is a note."""
+    kept = {}
+    for key, value in found.items():
+        problem = why_unfit(kinds.get(key, plain), value, f"'{key}'")
+        if problem is None:
+            kept[key] = value
+        else:
+            notes.append(f"Not imported, as it cannot be so: {problem}.")
+    return kept
+
+
 def _manifest(tree: Tree, layout: str, source: str, mode: str | None) -> Manifest:
+    notes = list(tree.notes)
+    target, inputs = _fitting(tree.target, TARGET, notes), _fitting(tree.inputs, INPUTS, notes)
     return Manifest(
         tool=f"tensortap {__version__}",
         torch=torch.__version__,
         python=platform.python_version(),
         created=now(),
         mode=tree.mode if tree.mode is not None else mode,
-        target={**tree.target, "imported": {"layout": layout, "source": source}},
+        target={**target, "imported": {"layout": layout, "source": source}},
         selection={
             "layers": list(dict.fromkeys(entry.row.layer for entry in tree.entries)),
             "ports": sorted({entry.row.port for entry in tree.entries}),
             "keep": "tensors",
         },
         structure=tree.structure,
-        inputs=tree.inputs,
-        notes=list(tree.notes),
+        inputs=inputs,
+        notes=notes,
     )
 
 
