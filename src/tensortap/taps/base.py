@@ -52,6 +52,10 @@ class Tap(Protocol):
         """Leave no trace."""
         ...
 
+    def let_go(self) -> None:
+        """Hear nothing more, at once: no lock is taken and nothing is written. `detach` follows."""
+        ...
+
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         """Tell this listener the arguments of every call of the whole model."""
         ...

@@ -16,18 +16,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ..recording.dtypes import dtype_name
+from .grids import GRID, grids_of
 
 __all__ = [
-    "GRID",
     "describe_environment",
     "describe_module",
     "device_of",
     "parameter_dtypes",
     "rank",
 ]
-
-GRID = "tensortap_grid"
-"""The attribute of a layer in a quantised mode that says what its weight is worth: `int4`."""
 
 
 def describe_module(model: nn.Module) -> dict[str, Any]:
@@ -41,6 +38,9 @@ def describe_module(model: nn.Module) -> dict[str, Any]:
         "training": model.training,
         "compiled": any("_orig_mod" in m._modules for m in model.modules()),
     }
+    grids = grids_of(model)
+    if grids:
+        described["grids"] = grids
     config = getattr(model, "config", None)
     to_dict = getattr(config, "to_dict", None)
     if callable(to_dict):

@@ -25,10 +25,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ..recording.schema import Port, Structure
 from ..selection import Selection, select, structure
+from ..selection.sites import type_name
 from . import compiled, replays
 from .base import Ports
 from .captures import Captures, Event, part_of
 from .describe import describe_module
+from .fingerprint import fingerprints
 from .fused import find_fused, listen_globally, why_silent
 from .hearing import HooksGuarded
 from .in_graph import InGraph
@@ -37,6 +39,7 @@ from .listener import Listener
 from .plain import is_plain
 from .plan import calls_without_running
 from .programs.selfcheck import SelfCheck, check_linear
+from .replaced import Replaced, replaced_note
 from .shortcut import Quick, shortcut
 from .shortcut_tensors import tensor_shortcut
 from .sink import Call, Held, Sink, Slot
@@ -57,6 +60,7 @@ class _Place:
     module: nn.Module
     pending: dict[int, list[tuple[Call, list[Held]]]] = field(default_factory=dict)  # by thread
     awaiting_grads: list[Call] = field(default_factory=list)
+    hooks: list[tuple[Any, RemovableHandle]] = field(default_factory=list)  # where, and which
 
 
 class EagerTap:
@@ -85,6 +89,8 @@ class EagerTap:
         self._handles: list[RemovableHandle] = []
         self._grad_handles: list[RemovableHandle] = []
         self._kept_last: list[tuple[Any, int]] = []  # where our hooks are, and which they are
+        self._wants_inputs = False
+        self._replaced: Replaced | None = None
         self._compiled: list[compiled.Entry] = []
         self._in_graph: InGraph | None = None
         self._captures: Captures | None = None
@@ -110,6 +116,7 @@ class EagerTap:
         is_compiled = compiled.contains_compiled(self.model)
         self._fused = set() if is_compiled else find_fused(self.model)
         wants_inputs = self.ports.inputs or self.ports.grads or sink.judge is not None
+        self._wants_inputs = wants_inputs
         self._listen_to_graphs(sink, is_compiled)
         self.can_stop = self._may_stop()
         if sink.stop and not self.can_stop:
@@ -119,6 +126,7 @@ class EagerTap:
             )
         before: dict[int, list[Callable[..., None]]] = {}
         after: dict[int, Callable[..., None]] = {}
+        keywords: dict[int, Callable[..., None]] = {}
         if id(self.model) in self._fused:
             before[id(self.model)] = [self._root_hook()]
         else:
@@ -132,25 +140,56 @@ class EagerTap:
                 after[id(place.module)] = self._output_hook(place)
                 if wants_inputs:
                     before.setdefault(id(place.module), []).append(self._input_hook(place))
+                if self.ports.inputs:
+                    keywords[id(place.module)] = self._keywords_hook(place)
                 continue
-            if wants_inputs:
-                handle = place.module.register_forward_pre_hook(
-                    self._input_hook(place), with_kwargs=True
-                )
-                self._handles.append(handle)
-                self._kept_last.append((place.module._forward_pre_hooks, handle.id))
-            handle = place.module.register_forward_hook(self._output_hook(place))
-            self._handles.append(handle)
-            self._kept_last.append((place.module._forward_hooks, handle.id))
+            self._hook_up(place)
+        if not is_compiled:
+            hooked = [place.slot.name for place in self._places if place.hooks]
+            self._replaced = Replaced(self.model, hooked)
         if after or before:
-            self._handles += listen_globally(before, after)
-            if after and (self.ports.inputs or self.ports.grads):
+            self._handles += listen_globally(before, after, keywords)
+            if after and self.ports.grads and self.ports.inputs:
                 self.notes.append(
-                    f"Keyword arguments of {len(after)} layers inside nn.TransformerEncoderLayer "
-                    "are not recorded: their inputs are the positional ones."
+                    f"Gradients of the keyword arguments of {len(after)} layers inside "
+                    "nn.TransformerEncoderLayer are not recorded."
                 )
         if is_compiled:
             self.notes.append(compiled.prepare(self.ports.grads, self._in_graph is not None))
+
+    def _hook_up(self, place: _Place) -> None:
+        """Put our hooks on a module, and remember which they are."""
+        module = place.module
+        if self._wants_inputs:
+            handle = module.register_forward_pre_hook(self._input_hook(place), with_kwargs=True)
+            place.hooks.append((module._forward_pre_hooks, handle))
+        handle = module.register_forward_hook(self._output_hook(place))
+        place.hooks.append((module._forward_hooks, handle))
+        self._handles += [handle for _, handle in place.hooks]
+        self._kept_last += [(hooks, handle.id) for hooks, handle in place.hooks]
+
+    def _follow(self, replaced: Replaced, sink: Sink) -> None:
+        """Go over to modules that were put in the place of heard ones."""
+        now = replaced.now()
+        moved = [
+            place
+            for place in self._places
+            if place.hooks and now.get(place.slot.name, place.module) is not place.module
+        ]
+        for place in moved:
+            for hooks, handle in place.hooks:
+                handle.remove()
+                self._handles.remove(handle)
+                self._kept_last.remove((hooks, handle.id))
+            place.hooks.clear()
+            place.module = now[place.slot.name]
+            place.slot.type = type_name(place.module)
+            sink.forget(place.slot)
+            if not isinstance(place.module, torch.jit.ScriptModule):
+                self._hook_up(place)
+        names = [place.slot.name for place in moved]
+        if names and replaced_note(names) not in self.notes:  # it may be swapped at every step
+            self.notes.append(replaced_note(names))
 
     def _listen_to_graphs(self, sink: Sink, is_compiled: bool) -> None:
         """Be there when layers run in graphs: compiled ones, captured ones, or both."""
@@ -208,6 +247,10 @@ class EagerTap:
                 self._leave_graphs()
                 self._sink = None
 
+    def let_go(self) -> None:
+        for handle in (*self._handles, *self._grad_handles):
+            handle.remove()
+
     def _leave_graphs(self) -> None:
         atexit.unregister(self._at_exit)
         if self._restore is not None:
@@ -233,6 +276,9 @@ class EagerTap:
 
     def describe(self) -> dict[str, Any]:
         described = describe_module(self.model)
+        found = fingerprints(self.model)
+        if found:
+            described["fingerprints"] = found
         if compiled.contains_compiled(self.model):
             described["runtime"] = "torch.compile"
         return described
@@ -302,6 +348,12 @@ class EagerTap:
             if torch.compiler.is_compiling() or _recomputing():
                 return
             try:
+                if (
+                    self._replaced is not None
+                    and self._sink is not None
+                    and self._replaced.changed()
+                ):
+                    self._follow(self._replaced, self._sink)
                 self._stay_last()
                 if replays.capturing():
                     return
@@ -339,6 +391,25 @@ class EagerTap:
                 self._fail(error)
 
         return Listener(hook)
+
+    def _keywords_hook(self, place: _Place) -> Callable[[dict[str, Any]], None]:
+        """Keyword arguments that are told when the call is over: they join the other inputs."""
+
+        def hook(kwargs: dict[str, Any]) -> None:
+            sink, pending = self._sink, place.pending.get(get_ident())
+            skipped = torch.compiler.is_compiling() or sink is None or not pending
+            if skipped or replays.capturing() or _recomputing():
+                return
+            assert sink is not None and pending
+            try:
+                with unseen():
+                    leaves = flatten_call(place.module, (), kwargs)
+                    if leaves:
+                        pending[-1][1].extend(sink.hold(place.slot, "input", leaves))
+            except Exception as error:  # the model must not notice
+                self._fail(error)
+
+        return hook
 
     def _output_hook(self, place: _Place) -> Callable[..., None]:
         traced = None

@@ -8,7 +8,8 @@ layer by layer cannot be heard; a note says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -30,22 +31,30 @@ def find_fused(model: nn.Module) -> set[int]:
 
 
 def listen_globally(
-    before: dict[int, list[Callable[..., None]]], after: dict[int, Callable[..., None]]
+    before: dict[int, list[Callable[..., None]]],
+    after: dict[int, Callable[..., None]],
+    keywords: Mapping[int, Callable[..., None]] = MappingProxyType({}),
 ) -> list[RemovableHandle]:
-    """Call these, by the id of their module, from hooks that belong to no module."""
+    """Call these, by the id of their module, from hooks that belong to no module.
+
+    torch tells the keyword arguments of a call only when it is over: `keywords` are called then.
+    """
 
     def pre_hook(module: nn.Module, args: Any) -> None:
         for listener in before.get(id(module), ()):
             listener(module, args if isinstance(args, tuple) else (args,), {})
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = keywords.get(id(module))
+        if given is not None and kwargs:
+            given(kwargs)
         listener = after.get(id(module))
         if listener is not None:
             listener(module, args, output)
 
     return [
         module_hooks.register_module_forward_pre_hook(pre_hook),
-        module_hooks.register_module_forward_hook(hook),
+        module_hooks.register_module_forward_hook(hook, with_kwargs=True),
     ]
 
 

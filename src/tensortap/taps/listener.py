@@ -2,12 +2,14 @@
 
 A user may copy or save the model while it is recorded (an average of weights, a checkpoint). The
 copy is not what is recorded, and a closure cannot be pickled: so a listener turns into one that
-does nothing when it is copied or saved.
+does nothing when it is copied or saved. A saved one is made of Python's own library alone, so that
+a checkpoint loads where tensortap is not installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 __all__ = ["Listener"]
@@ -26,5 +28,5 @@ class Listener:
     def __deepcopy__(self, memo: dict[int, Any]) -> Listener:
         return Listener()
 
-    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
-        return Listener, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments and returns None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ import torch
 from .leaves import children, flatten, flatten_call, holds_tensor, shortened, signature_order
 
 __all__ = [
+    "absent_arguments",
+    "call_with",
     "cast_like",
     "leaves_of",
     "leaves_of_call",
@@ -64,6 +66,46 @@ def match_leaves(
             if other is not None:
                 found[leaf] = other
     return found
+
+
+def absent_arguments(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    recorded: Collection[str],
+) -> dict[str, dict[str, str]]:
+    """The parameters that a recording has tensors for, and this call none or `None`.
+
+    Each comes with its leaves: what is behind the parameter's name, and the recorded leaf.
+    """
+    order = list(signature_order(module))[1:]
+    own = leaves_of_call(module, args, kwargs)
+    used = set(match_leaves(module, own, dict.fromkeys(recorded)).values())
+    found: dict[str, dict[str, str]] = {}
+    for leaf in recorded:
+        head, _, rest = _canonical(module, leaf).partition("]")
+        name = head[2:-1]
+        if leaf in used or name not in order:
+            continue
+        at = order.index(name)
+        value = args[at] if at < len(args) else kwargs.get(name)
+        if value is None:
+            found.setdefault(name, {})[rest] = leaf
+    return found
+
+
+def call_with(
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with these parameters in place of what was `None` or left out."""
+    order = list(signature_order(module))[1:]
+    places = {order.index(name): value for name, value in more.items()}
+    new_args = tuple(places.get(at, item) for at, item in enumerate(args))
+    by_name = {name: value for name, value in more.items() if order.index(name) >= len(args)}
+    return new_args, {**kwargs, **by_name}
 
 
 def why_not_put(reference: torch.Tensor, own: torch.Tensor) -> str:

@@ -6,9 +6,12 @@
 | quantised (also subclasses that `dequantize`) | the values that the model computes with |
 | nested | jagged: its `.values()`; else each component |
 | DTensor | this rank's local part |
+| a collective's result (AsyncCollectiveTensor) | its values, after the collective ended |
 | other wrapper subclasses | their inner tensors, by name |
 | other subclasses | their values |
 | meta, fake | nothing, with the reason |
+
+What one wrapper holds may be another: the local part of a DTensor may be a collective's result.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 __all__ = ["Unrecordable", "is_plain", "plain_parts"]
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_DEEPEST = 16
 
 
 class Unrecordable(Exception):
@@ -38,11 +42,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def plain_parts(tensor: torch.Tensor, limit: int) -> Iterator[tuple[str, torch.Tensor]]:
+def plain_parts(
+    tensor: torch.Tensor, limit: int, depth: int = 0
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Ordinary tensors that stand for this one: (suffix of the leaf, tensor)."""
     if is_plain(tensor):
         yield "", tensor
         return
+    if depth >= _DEEPEST:
+        raise Unrecordable(f"a {type(tensor).__name__} inside of {depth} other wrappers")
+    for suffix, part in _opened(tensor, limit):
+        for tail, plain in plain_parts(part, limit, depth + 1):
+            yield suffix + tail, plain
+
+
+def _opened(tensor: torch.Tensor, limit: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What one tensor that is not plain holds; it may itself be of a special kind."""
     _refuse_empty(tensor)
     if tensor.is_nested:
         yield from _nested(tensor)
@@ -58,6 +73,9 @@ def plain_parts(tensor: torch.Tensor, limit: int) -> Iterator[tuple[str, torch.T
         yield "", tensor.dequantize()
     elif hasattr(tensor, "to_local"):
         yield ".to_local()", tensor.to_local()
+    elif hasattr(tensor, "trigger_wait"):
+        # Until the collective ends, the inner buffer holds this rank's part of the sum.
+        yield "", tensor.trigger_wait()
     elif hasattr(tensor, "__tensor_flatten__"):
         yield from _wrapper(tensor)
     else:

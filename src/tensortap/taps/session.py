@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +21,19 @@ from ..errors import OptionError, RecordingError, RecordingExistsError, TapError
 from ..recording import reader
 from ..recording.schema import COMPARISON, MANIFEST, Manifest
 from ..recording.store import open_store
+from ..recording.training_mode import EFFECTS, training_note
 from ..recording.writer import Writer, now
+from ..sizes import size_in_bytes
 from .base import Ports, Tap
 from .choose import choose_tap
 from .describe import describe_environment, device_of, rank
 from .eager import StopForward
+from .generations import Decode, Generations
 from .input_log import InputLog
 from .judging import Divergence, Judge
 from .programs.base import Options
 from .sink import Keep, Sink, Tally
+from .training_mode import training_effects, training_of
 from .unseen import unseen
 
 if TYPE_CHECKING:
@@ -49,7 +56,7 @@ def record(
     outputs: bool = True,
     grads: bool = False,
     keep: Keep = "tensors",
-    budget: int = 1 << 30,
+    budget: int | str = 1 << 30,
     histograms: bool = False,
     overwrite: bool = False,
     against: str | os.PathLike[str] | Recording | None = None,
@@ -73,7 +80,7 @@ def record(
     """Record the layers of a model while it runs.
 
         with tap.record(model, "runs/fp32", layers="blocks", inputs=True) as rec:
-            model(**batch)
+            model(**batch)  # or model.generate(**batch): a call a token, and what it wrote
             rec.step()
 
     Args:
@@ -87,7 +94,7 @@ def record(
             the outputs, and with `inputs` of the inputs, when a backward pass is run.
         keep: "tensors", "summary" for statistics alone, or "sketch" for statistics and a thousand
             sampled values of each tensor.
-        budget: the most extra memory in bytes; beyond it the model waits for the disk.
+        budget: the most extra memory, in bytes or as "64MiB"; then the model waits for the disk.
         histograms: also keep a histogram in each summary.
         overwrite: replace a recording that is there.
         against: a recording to compare with while the model runs. Tensors are kept only where they
@@ -165,7 +172,7 @@ class Recorder:
         default_layers: bool,
         ports: Ports,
         keep: Keep,
-        budget: int,
+        budget: int | str,
         histograms: bool,
         overwrite: bool,
         strict: bool,
@@ -175,7 +182,8 @@ class Recorder:
         stop: bool = False,
         options: Options | None = None,
     ) -> None:
-        _check_options(layers, ports, keep, budget)
+        _check_options(layers, ports, keep)
+        budget = size_in_bytes("budget", budget, 1 << 20)
         self.path = path
         self.model = model
         self.tap: Tap = choose_tap(model, layers, ports, default=default_layers, options=options)
@@ -193,10 +201,14 @@ class Recorder:
         self.tally = Tally()
         self._layers = [layers] if isinstance(layers, str) else list(layers)
         self._inputs = InputLog()
+        self._generations = Generations(model, _weakly(self._fail))
         self._writer: Writer | None = None
         self._sink: Sink | None = None
+        self._finalizer: weakref.finalize[Any, Recorder] | None = None
         self._trouble: str | None = None
         self._reported = False
+        self._training: bool | None = None  # the mode in which the model was last called
+        self._effects: dict[str, list[str]] = {}
         if not overwrite and MANIFEST in open_store(path).names():
             raise RecordingExistsError(
                 f"{path} already holds a recording. Choose another folder, or replace it with "
@@ -244,6 +256,15 @@ class Recorder:
             found: Comparison = self._judge.conclude(self._so_far(), self.stopped is not None)
         return found
 
+    @property
+    def decode(self) -> Decode | None:
+        """Turns the tokens that `generate` writes into text, which the manifest then has too."""
+        return self._generations.decode
+
+    @decode.setter
+    def decode(self, decode: Decode | None) -> None:
+        self._generations.decode = decode
+
     # Starting and ending.
 
     def start(self) -> Recorder:
@@ -277,9 +298,15 @@ class Recorder:
             both_grads=self._ports.grads and self._ports.inputs,
             tally=self.tally,
         )
-        self.tap.on_root_call(self._see_inputs)
+        self._finalizer = weakref.finalize(
+            self, _let_go, self.tap, self._generations, self._writer, self.path
+        )
+        self._finalizer.atexit = False  # then the writer keeps what it has
+        self.tap.on_root_call(_weakly(self._see_inputs))
+        root = self._ports.outputs and "" in self.layers
         try:
-            self.tap.attach(self._sink, self._fail)
+            self.tap.attach(self._sink, _weakly(self._fail))
+            self._generations.attach(self._sink, logits=not root)
         except Exception as error:  # leave neither hooks nor a thread behind
             self.close(f"{type(error).__name__}: {error}")
             raise RecordingError(
@@ -288,22 +315,45 @@ class Recorder:
         return self
 
     def close(self, failure: str | None = None) -> None:
-        """Stop listening, write what is left, close the manifest. Closing twice is harmless."""
+        """Stop listening, write what is left, close the manifest. Closing twice is harmless.
+
+        In a forked child it only stops listening: the recording is the parent's.
+        """
         if self._writer is None or self._sink is None:
             return
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if not self._writer.is_ours:
+            self._bring_to_an_end(self._generations.detach)
+            self._bring_to_an_end(self.tap.detach)
+            self._sink = None
+            return
+        self._bring_to_an_end(self._generations.detach)
         self._bring_to_an_end(self.tap.detach)
         self._bring_to_an_end(self._sink.settle)
+        if self._judge is not None and self._generations.found:
+            self.tap.notes.append(
+                "Text was generated while this run was compared: after the first token that "
+                "differs the two runs have different inputs. Record it alone, and compare then."
+            )
         reason = self._trouble or failure
         missed = [] if reason else self._missed()
+        if self._training is None:  # the model was not called as a whole
+            self._see_mode()
+        about = self._about_run()
+        told = training_note(about)
+        missed += [] if told is None else [told]
         self._writer.close(
             status="failed" if reason else "complete",
             failure=reason,
-            inputs={**self._writer.manifest.inputs, **self._inputs.to_dict()},
+            inputs=about.inputs,
+            target=about.target,
             skipped=[
                 {"layer": layer, "port": port, "leaf": leaf, "reason": why, "count": count}
                 for (layer, port, leaf, why), count in sorted(self._sink.skipped.items())
             ],
             self_checks=[check.to_dict() for check in getattr(self.tap, "self_checks", ())],
+            generations=self._generations.found,
             selection={
                 **self._writer.manifest.selection,
                 "stopped_behind": self.tap.stopped_behind,
@@ -371,9 +421,19 @@ class Recorder:
     def _so_far(self) -> Recording:
         """The recording as far as its manifest goes: what a judge knows while the model runs."""
         assert self._writer is not None
-        inputs = {**self._writer.manifest.inputs, **self._inputs.to_dict()}
-        manifest = replace(self._writer.manifest, inputs=inputs, status="complete")
+        manifest = replace(self._about_run(), status="complete")
         return reader.Recording(self._writer.store, manifest, [], [])
+
+    def _about_run(self) -> Manifest:
+        """The manifest with what is known since the model was called: its inputs and its mode."""
+        assert self._writer is not None
+        manifest = self._writer.manifest
+        effects = {EFFECTS: self._effects} if self._effects else {}
+        return replace(
+            manifest,
+            inputs={**manifest.inputs, **self._inputs.to_dict()},
+            target={**manifest.target, **effects},
+        )
 
     def _conclude(self, judge: Judge) -> None:
         """Draw the comparison and put it beside the recording."""
@@ -462,6 +522,15 @@ class Recorder:
     def _see_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._sink is not None:
             self._inputs.see((self._sink.epoch, self._sink.batch), args, kwargs)
+            if training_of(self.model) is not self._training:
+                self._see_mode()
+
+    def _see_mode(self) -> None:
+        """What depends on training mode, in the mode that the model is in now."""
+        self._training = training_of(self.model)
+        for what, names in training_effects(self.model).items():
+            known = self._effects.setdefault(what, [])
+            known += [name for name in names if name not in known]
 
     def _fail(self, error: Exception) -> None:
         """A hook of ours went wrong: record no more, say it once, let the model run on."""
@@ -552,7 +621,45 @@ class Recorder:
         )
 
 
-def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls a method as long as there is its object: a hook must not keep the recorder alive."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = known()
+        if found is not None:
+            found(*args)
+
+    return call
+
+
+def _let_go(tap: Tap, generations: Generations, writer: Writer, path: str) -> None:
+    """A recorder was dropped without `close`: take its hooks away, and write what it has.
+
+    This may run anywhere, also while the garbage collector is at work inside one of our own locks:
+    so only what waits for nothing is done here, and the rest in a thread.
+    """
+    if not writer.is_ours:
+        return
+    tap.let_go()
+    why = "the recorder was dropped without close()"
+
+    def end() -> None:
+        generations.detach()
+        tap.detach()
+        writer.close("failed", failure=why, notes=list(tap.notes))
+
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and starts no thread
+        threading.Thread(target=end, name="tensortap-closing").start()
+    warnings.warn(
+        f"tensortap stopped recording to {path}: {why}. Keep it as long as it should listen, and "
+        "close it; best in a with block: with tap.record(…) as rec.",
+        TapWarning,
+        stacklevel=2,
+    )
+
+
+def _check_options(layers: Any, ports: Ports, keep: str) -> None:
     if not isinstance(layers, str) and not (
         isinstance(layers, Sequence) and all(isinstance(item, str) for item in layers)
     ):
@@ -561,8 +668,6 @@ def _check_options(layers: Any, ports: Ports, keep: str, budget: int) -> None:
         raise OptionError("Nothing to record: inputs, outputs and grads are all off.")
     if keep not in ("tensors", "sketch", "summary"):
         raise OptionError(f"keep must be 'tensors', 'sketch' or 'summary', got {keep!r}.")
-    if not isinstance(budget, int) or budget < 1 << 20:
-        raise OptionError(f"budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
 
 
 def _device(model: Any) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..errors import TapError
+from ..forks import make_known
 from ..numerics.histogram import Histogram
 from ..numerics.sampling import SKETCH, sample, sample_on
 from ..numerics.summary import WIDTH
@@ -131,6 +132,11 @@ class Sink:
         self.snapshots = Snapshots(self.limit)
         self.next_order = self._order.__next__
         self._waiting: dict[_CallKey, tuple[Call, list[Held]]] = {}
+        make_known(self)
+
+    def in_child(self) -> None:
+        """A forked child has the sink; its writer takes nothing there."""
+        self._lock = threading.Lock()
 
     @cached_property
     def tables(self) -> DeviceTables:
@@ -208,6 +214,12 @@ class Sink:
         except _UNTAKEABLE as error:
             self.skip(slot, "output", "", _why(error))
         return True
+
+    def forget(self, slot: Slot) -> None:
+        """A layer is another module now: what was known of its places may not hold."""
+        with self._lock:
+            for key in [key for key in self._sites if key[0] == slot.index]:
+                del self._sites[key]
 
     def output_site(self, slot: Slot, tensor: torch.Tensor, leaf: str = "") -> int:
         """The site of a layer whose output is, or holds, this one plain tensor."""

@@ -221,6 +221,9 @@ class InsideTap:
         self._sink = None
         undo.close()
 
+    def let_go(self) -> None:
+        self.detach()
+
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         self._listeners.append(listener)
         if self._eager is not None:
