@@ -160,7 +160,10 @@ def test_a_dropped_relu_is_not_what_was_before_it(style: str, tmp_path: Path) ->
     assert "Relu" not in held  # else this is no test
     expected = eager(model, x)
     for options in ({}, {"names_from": path}):
-        for layer, calls in heard(opened(quantised, **options), x).items():
+        program = opened(quantised, **options)
+        if not options and program.notes and "node by node" in program.notes[0]:
+            continue  # no scope is left: the names are its nodes' own
+        for layer, calls in heard(program, x).items():
             for call, tensors in zip(calls, expected[layer], strict=True):
                 assert distance(call.outputs[0][1], tensors[0]) < 0.1, (layer, options)
     places = {place.name: place for place in opened(quantised, names_from=path).places}
@@ -178,7 +181,10 @@ def test_convolutions(style: str, way: str, tmp_path: Path) -> None:
     made = quantise(path, way, lambda: {"x": torch.randn(4, 3, 8, 8).numpy()})
     expected = eager(model, x)
     for options in ({}, {"names_from": path}):
-        for layer, calls in heard(opened(made, **options), x).items():
+        program = opened(made, **options)
+        if not options and program.notes and "node by node" in program.notes[0]:
+            continue  # no scope is left: the names are its nodes' own
+        for layer, calls in heard(program, x).items():
             alone = layer == "relu" and len(calls) == 1  # of which only the first call is sure
             for call, tensors in zip(calls, expected[layer], strict=not alone):
                 assert distance(call.outputs[0][1], tensors[0]) < 0.15, (layer, options)
@@ -195,5 +201,5 @@ def test_the_wrong_float_model_is_refused(
         opened(quantised, names_from=files["torchscript"]["float"])
     with pytest.raises(OptionError, match="does not exist"):
         opened(quantised, names_from=tmp_path / "no.onnx")
-    with pytest.raises(OptionError, match="no layers' names either"):
-        opened(quantised, names_from=files["dynamo"]["optimised"])
+    by_nodes = opened(quantised, names_from=files["dynamo"]["optimised"])
+    assert any("no layers' names either" in note for note in by_nodes.notes)

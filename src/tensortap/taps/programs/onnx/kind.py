@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ....errors import OptionError, TargetError
+from ...leaves import flatten
 from ..base import (
     Argument,
     HeardCall,
@@ -32,15 +33,19 @@ from ..base import (
     Runner,
     loose_leaves,
 )
+from .arguments import arguments_of, fed
+from .codes import Code, codes_of
 from .files import Loaded, check_operators, load, of_object, require
 from .graph import Block, read_blocks
 from .layers import Call, Layers, read_layers, settle_guesses
 from .linears import Linear, find_linears
 from .marked import from_metadata, is_marked
 from .named import from_names
-from .session import DTYPES, arguments_of, fed, open_session, run_names, run_session
+from .nodes import read_nodes, weights_of
+from .session import open_session, run_names, run_session
 from .taps import Wanted, with_outputs
 from .twins import renamed
+from .values import DTYPES, spelled, to_numpy
 from .weights import add_by_names, add_by_weights
 
 __all__ = ["KIND", "OnnxProgram"]
@@ -51,11 +56,18 @@ _ABSENT = (
     "The ONNX graph holds no value with this layer's name: it was folded, fused, or nothing reads "
     "it."
 )
-_NAMELESS = (
-    "The ONNX graph holds no layers' names: it was optimised or exported without them. Give the "
-    "model as it was exported with --names-from, its checkpoint with --weights, or instrument it "
-    "before it is exported."
+_BY_NODE = (
+    "This ONNX model holds no layers' names, so it is recorded node by node. To have names, give "
+    "the model as it was exported with --names-from, or its checkpoint with --weights."
 )
+_NODES_OF = (
+    "The model of --names-from, '{}', holds no layers' names either: values are named by its nodes."
+)
+_CODES = (
+    "Quantised operators return integer codes: recorded is what these stand for, scale times (code "
+    "less zero point)."
+)
+_NAMELESS = "The ONNX graph computes nothing: what it returns is what it was given, or constant."
 
 
 class OnnxProgram:
@@ -63,6 +75,7 @@ class OnnxProgram:
 
     runtime = "onnx"
     exact = False  # with other outputs, ONNX Runtime fuses other nodes
+    repeatable = True
 
     def __init__(self, loaded: Loaded, options: Options, session: Any = None) -> None:
         self.notes: list[str] = []
@@ -71,27 +84,30 @@ class OnnxProgram:
         self._theirs = session
         self._temporary: Any = None
         check_operators(loaded, options.custom_ops)
-        self._blocks, layers = _understood(loaded, options)
-        provenance: Provenance = "scope"
+        self._loaded, self._blocks, layers = _understood(loaded, options)
+        provenance: Provenance = "value-name" if layers.style == "nodes" else "scope"
         if options.names_from is not None:
             layers = self._named_by(options.names_from)
             provenance = "value-name"
         if options.weights is not None:
             add_by_weights(layers, self._blocks, loaded, options.weights)
         self._layers = layers
-        self.notes += layers.notes
+        self.notes += [*layers.notes, *_untaken(loaded.model.graph)]
         self.nameless: str | None = None if layers.names else _NAMELESS
-        self.absent = self.nameless or _ABSENT
+        self.absent = self.nameless or (_BY_NODE if layers.style == "nodes" else _ABSENT)
         self.places: Sequence[Place] = _places(layers, provenance)
         self.arguments: Sequence[Argument] | None = arguments_of(loaded.model)
         self._results = [output.name for output in loaded.model.graph.output]
+        if layers.style == "nodes":
+            self.unfused = self._unfused
+            self.exact = True
 
     def _named_by(self, path: Path) -> Layers:
         """The layers of the float model, where this one has values of the same names."""
         if not path.is_file():
             raise OptionError(f"The model to take names from, '{path}', does not exist.")
         other = load(path)
-        blocks, layers = _understood(other, self._options)
+        other, blocks, layers = _understood(other, self._options)
         if not layers.calls:
             raise OptionError(
                 f"'{path}' holds no layers' names either. Give the float model as "
@@ -108,7 +124,9 @@ class OnnxProgram:
                 f"{len(layers.calls)} values of its layers, {twin.alike} are there by name; "
                 f"it takes {', '.join(theirs)}, and this one {', '.join(mine)}."
             )
-        return twin.layers
+        found = twin.layers
+        found.notes = [_NODES_OF.format(path) if n == _BY_NODE else n for n in found.notes]
+        return found
 
     # Running.
 
@@ -121,6 +139,17 @@ class OnnxProgram:
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = fed(self.arguments or (), args, kwargs)
         return self._output(run_session(self._session, self._results, inputs))
+
+    @cached_property
+    def _bare_session(self) -> Any:
+        return open_session(
+            self._loaded, self._options.custom_ops, like=self._theirs, whole=True, fused=False
+        )
+
+    def _unfused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The model node by node, as it runs with taps on every node."""
+        inputs = fed(self.arguments or (), args, kwargs)
+        return self._output(run_session(self._bare_session, self._results, inputs))
 
     def _output(self, values: Mapping[str, Any]) -> Any:
         if len(self._results) == 1:
@@ -148,7 +177,10 @@ class OnnxProgram:
                 wanted.append(self._wanted(operands[id(call)], call))
         tapped = with_outputs(self._loaded.model, wanted)
         session = open_session(
-            replace(self._loaded, model=tapped.model), self._options.custom_ops, like=self._theirs
+            replace(self._loaded, model=tapped.model),
+            self._options.custom_ops,
+            like=self._theirs,
+            fused=self._layers.style != "nodes",
         )
         names = list(
             dict.fromkeys([*self._results, *tapped.outputs.values(), *tapped.flags.values()])
@@ -158,26 +190,37 @@ class OnnxProgram:
             feed = fed(self.arguments or (), args, kwargs)
             values = run_session(session, names, feed)
 
-            def value(name: str, call: Call) -> torch.Tensor | None:
+            def any_value(name: str, call: Call) -> Any:
                 if name in feed:
-                    return feed[name].clone()
+                    fresh = feed[name]
+                    return fresh.clone() if isinstance(fresh, torch.Tensor) else fresh
                 key = self._wanted(name, call)
+                if key not in tapped.outputs:
+                    return None  # an input that was left out
                 if key in tapped.flags and not int(values[tapped.flags[key]]):
                     return None
-                found = values[tapped.outputs[key]]
+                return values[tapped.outputs[key]]
+
+            def value(name: str, call: Call) -> torch.Tensor | None:
+                found = any_value(name, call)
                 return found if isinstance(found, torch.Tensor) else None
 
             heard: list[HeardCall] = []
             for call in calls:
-                outputs = [value(name, call) for name in call.outputs]
-                if all(item is None for item in outputs):
+                if call.leaves:
+                    whole = [any_value(name, call) for name in call.outputs]
+                    pairs = zip(whole, call.leaves, strict=True)
+                    outputs: Leaves = [pair for item, leaf in pairs for pair in flatten(item, leaf)]
+                else:
+                    outputs = loose_leaves([value(name, call) for name in call.outputs])
+                if all(item is None for _, item in outputs):
                     continue  # in a branch that was not taken
                 read: Leaves = ()
                 if inputs and call.layer in layers:
                     read = loose_leaves([value(name, call) for name in call.inputs])
                 name = operands.get(id(call))
                 operand = None if name is None else value(name, call)
-                heard.append(HeardCall(call.layer, loose_leaves(outputs), read, operand))
+                heard.append(HeardCall(call.layer, outputs, read, operand))
             return Run(self._output(values), heard)
 
         return run
@@ -187,7 +230,12 @@ class OnnxProgram:
         chain = call.chain
         while chain and name not in self._by_chain[chain].maker:
             chain = chain[:-1]
-        return Wanted(name, chain, self._by_chain[chain].types.get(name, 1))
+        code = self._codes.get(name) if call.leaves and not chain else None
+        return Wanted(name, chain, self._by_chain[chain].types.get(name, 1), code)
+
+    @cached_property
+    def _codes(self) -> Mapping[str, Code]:
+        return codes_of(self._blocks[0])
 
     @cached_property
     def _by_chain(self) -> dict[Any, Block]:
@@ -210,6 +258,8 @@ class OnnxProgram:
     @cached_property
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """The parameters that still bear their names, and their shapes."""
+        if self._layers.style == "nodes":
+            return weights_of(self._layers, self._blocks[0])
         return {
             tensor.name: tuple(tensor.dims)
             for tensor in self._loaded.model.graph.initializer
@@ -259,7 +309,7 @@ class OnnxProgram:
                 raise OptionError(
                     f"The ONNX model has no output '{unknown[0]}'. Expected: {', '.join(results)}."
                 )
-            return [_array(values[name]) for name in wanted]
+            return [to_numpy(values[name]) for name in wanted]
 
         before = session.__dict__.get("run")
         session.run = run
@@ -275,20 +325,43 @@ class OnnxProgram:
         return undo
 
 
-def _array(value: Any) -> Any:
-    return value.numpy() if isinstance(value, torch.Tensor) else value
+def _understood(loaded: Loaded, options: Options) -> tuple[Loaded, list[Block], Layers]:
+    """The graph and its layers; its nodes, where it knows of no layer.
 
-
-def _understood(loaded: Loaded, options: Options) -> tuple[list[Block], Layers]:
-    """The graph and its layers, as far as it knows of any."""
+    What stands in the model's own functions is then brought into the graph, which calls them.
+    """
     model = loaded.model
-    blocks = read_blocks(model.graph, _typed(model).graph)
+    typed = _typed(model).graph
+    blocks = read_blocks(model.graph, typed)
     owners = _owners(model)
     scopes = from_metadata(blocks, owners) if is_marked(blocks) else from_names(blocks)
     layers = read_layers(blocks, scopes, owners)
     settle_guesses(layers, accepted=options.accept_inferred)
     add_by_names(layers, blocks, scopes.rewritten)
-    return blocks, layers
+    if layers.calls or options.weights is not None:
+        return loaded, blocks, layers
+    if model.functions:
+        from onnx import inliner
+
+        loaded = replace(loaded, model=inliner.inline_local_functions(model))
+        typed = _typed(loaded.model).graph
+        blocks = read_blocks(loaded.model.graph, typed)
+    nodes = read_nodes(blocks, typed)
+    if nodes.names:
+        nodes.notes.append(_BY_NODE)
+    if codes_of(blocks[0]):
+        nodes.notes.append(_CODES)
+    return loaded, blocks, nodes
+
+
+def _untaken(graph: Any) -> list[str]:
+    """What of the model's own output is no tensor, and so is returned and not recorded."""
+    told = {output.name: spelled(output.type) for output in graph.output}
+    return [
+        f"The output '{name}' of the ONNX model is {what}: it is returned, and not recorded."
+        for name, what in told.items()
+        if what is not None
+    ]
 
 
 def _typed(model: Any) -> Any:

@@ -45,6 +45,7 @@ class Call:
     chain: Chain = ()
     nodes: tuple[Node, ...] = ()
     guessed: bool = False  # it may be of a layer of its own
+    leaves: tuple[str, ...] = ()  # where each output stands in what it returned, where known
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from .files import Loaded, weight
 from .graph import Block, Node
 from .layers import Call
-from .session import DTYPES
+from .values import DTYPES
 
 __all__ = ["Linear", "find_linears", "tensor_of"]
 

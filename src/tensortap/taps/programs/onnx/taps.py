@@ -19,11 +19,15 @@ _OTHER = {"then_branch": "else_branch", "else_branch": "then_branch"}
 
 @dataclass(frozen=True)
 class Wanted:
-    """A value, the branch that it is made in, and its type, which branches must state."""
+    """A value, the branch that it is made in, and its type, which branches must state.
+
+    With a `code`, what its integers stand for is wanted: the names of their scale and zero point.
+    """
 
     name: str
     chain: Chain = ()
     type: int = 1
+    code: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Tapped:
 def with_outputs(model: Any, wanted: Sequence[Wanted]) -> Tapped:
     """A copy of a model that also returns these values; weights are copied along."""
     import onnx
+    from onnx import helper
 
     result = onnx.ModelProto()
     result.CopyFrom(model)
@@ -51,6 +56,11 @@ def with_outputs(model: Any, wanted: Sequence[Wanted]) -> Tapped:
             flags[value] = f"tensortap.made.{index}"
             _hand_out(result.graph, value, name, flags[value])
             result.graph.output.add().name = flags[value]
+        elif value.code is not None:
+            name = f"tensortap.value.{index}"
+            result.graph.node.append(
+                helper.make_node("DequantizeLinear", [value.name, *value.code], [name])
+            )
         outputs[value] = name
         if name not in known:
             known.add(name)

@@ -53,11 +53,13 @@ def renamed(layers: Layers, blocks: Sequence[Block], theirs: Sequence[Block]) ->
             result.gone.setdefault(call.layer, reason)
             continue
         chain = main[1]
-        outputs = tuple(held[n][0] for n in call.outputs if n in held and held[n][1] == chain)
+        kept = [n for n in call.outputs if n in held and held[n][1] == chain]
+        places = dict(zip(call.outputs, call.leaves, strict=False))
         result.calls.append(
             replace(
-                call, outputs=outputs, inputs=_inputs(call.inputs, held, given), chain=chain,
-                nodes=(),
+                call, outputs=tuple(held[n][0] for n in kept),
+                inputs=_inputs(call.inputs, held, given), chain=chain, nodes=(),
+                leaves=tuple(places[n] for n in kept if n in places),
             )
         )  # fmt: skip
     lost = set(result.gone)

@@ -89,7 +89,7 @@ def add_by_names(layers: Layers, blocks: Sequence[Block], rewritten: set[Node]) 
 
 
 def _digest(tensor: torch.Tensor, kind: int) -> tuple[Any, ...]:
-    from .session import DTYPES
+    from .values import DTYPES
 
     whole = tensor.detach().to(DTYPES[kind]).contiguous()
     raw = whole.view(torch.uint8) if whole.dim() else whole.reshape(1).view(torch.uint8)
