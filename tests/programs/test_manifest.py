@@ -87,7 +87,7 @@ def test_a_part_of_it_has_the_entries_of_its_layers_in_their_order() -> None:
             "do not hold each of its layers once",
         ),
         ({"model": "x" * 5000}, "expected text"),
-        ({"notes": ["\ud800"]}, "which UTF-8 has no bytes for"),
+        ({"notes": ["\ud800"]}, "holds half a character"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, change: dict[str, Any], sentence: str) -> None:

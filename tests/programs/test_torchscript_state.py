@@ -263,3 +263,38 @@ def test_an_optional_that_became_a_list_is_not_kept() -> None:
     assert program.stateful is None
     script.past = [torch.zeros(1)]
     assert program.stateful == "it changes its attribute 'past'"
+
+
+def test_a_frozen_batch_norm_in_eval_mode_is_checked(tmp_path: Path) -> None:
+    """Its statistics are constants, which it reads: nothing is written, so the check is made."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4)).eval()
+    frozen = torch.jit.freeze(torch.jit.trace(model, torch.randn(1, 3, 8, 8)))
+    assert any("batch_norm" in node.kind() for node in frozen.graph.nodes())  # else it is no test
+    with tap.record(frozen, tmp_path / "run", layers="all") as rec:
+        rec.run(torch.randn(1, 3, 8, 8))
+    assert not any("writes into a constant" in note for note in rec.notes)
+    assert [check.check for check in rec.tap.self_checks if check.passed] == ["output"]
+
+
+class Either(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool(x.sum() > 0):
+            y = self.one(x)
+        else:
+            y = self.other(x)
+        return y
+
+
+def test_a_branch_that_was_not_taken_is_said_to_be_one(tmp_path: Path) -> None:
+    with tap.record(torch.jit.script(Either()), tmp_path / "run", layers="all") as rec:
+        rec.run(torch.ones(1, 3))
+    (note,) = [note for note in rec.notes if "'other'" in note]
+    assert "a branch or a loop that no run went into" in note and ".forward()" not in note
+    with tap.record(torch.jit.script(Either()), tmp_path / "no", layers="other") as rec:
+        rec.run(torch.ones(1, 3))
+    (note,) = [note for note in rec.notes if "'other'" in note]
+    assert "1 of 1 selected" in note and "Call the model" not in note

@@ -97,6 +97,8 @@ class Program(Protocol):
     | attribute | says |
     |---|---|
     | `exact` | whether taps leave every bit as it was; true where it is not said |
+    | `repeatable` | whether it can run twice for one call: then its output is that without taps |
+    | `unfused(args, kwargs)` | the model without taps, computed as it is with taps |
     | `untapped` | whether it can run without taps; true where it is not said |
     | `buffers()` | the tensors that a run may write into |
     | `keep()` | keeps what else a run changes, and returns what puts it back |

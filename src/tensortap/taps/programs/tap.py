@@ -40,9 +40,14 @@ Linears = Mapping[str, tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass(frozen=True)
 class _Twin:
-    """A run without taps: its output, the state that it began with, its inputs once more."""
+    """A run without taps: its output, the state that it began with, its inputs once more.
 
+    `run` is what was run: the model as it is, or what its taps are to be held against.
+    """
+
+    whole: Any
     output: Leaves
+    run: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
     before: State
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -102,6 +107,8 @@ class ProgramTap:
         self._undo: Callable[[], None] | None = None
         self._seen_shapes: set[Any] = set()
         self._pouring = Lock()
+        self._own = hasattr(program, "unfused")  # whether the output is of a run without taps
+        self._ran = False
 
     # Choosing.
 
@@ -206,6 +213,9 @@ class ProgramTap:
             undo()
         self._sink = None
 
+    def let_go(self) -> None:
+        self.detach()
+
     def on_root_call(self, listener: Callable[[tuple[Any, ...], Mapping[str, Any]], None]) -> None:
         self._listeners.append(listener)
 
@@ -217,7 +227,15 @@ class ProgramTap:
 
     def explain_silence(self, silent: Sequence[Slot]) -> tuple[list[str], list[Slot]]:
         lost = self.lost  # what is lost has been said, layer by layer, as skipped
-        return [], [slot for slot in silent if slot.name not in lost]
+        rest = [slot for slot in silent if slot.name not in lost]
+        if not rest or not self._ran:
+            return [], rest
+        shown = ", ".join(f"'{slot.name}'" for slot in rest[:8]) + (", …" if rest[8:] else "")
+        return [
+            f"Nothing was heard from {len(rest)} of {len(self.slots)} selected layers: {shown}. "
+            "The model ran without them: they stand in a branch or a loop that no run went into, "
+            "or make no tensor."
+        ], []
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -235,6 +253,7 @@ class ProgramTap:
         """Run the model once with its taps, and pour out what was heard."""
         if self._sink is None:
             return self.program.plain(args, kwargs)
+        self._ran = True
         with unseen():
             for listener in self._listeners:
                 listener(args, kwargs)
@@ -244,6 +263,8 @@ class ProgramTap:
             if self._runner is None:
                 self._runner = self._tapped(())
             run = self._runner(args, kwargs)
+            if self._own:
+                run = replace(run, output=self.program.plain(args, kwargs))
             self._pour(run, given)
             return run.output
         return self._checked(args, kwargs, given)
@@ -267,12 +288,44 @@ class ProgramTap:
         run = self._tapped(list(known))(args, kwargs)
         check = None if twin is None else self._check_output(twin, run.output)
         checks = [] if check is None else [check]
+        run = self._with_own_output(run, args, kwargs, twin, check)
         checks += self._pour(run, given, known)
         failed = [check for check in checks if not check.passed]
         self._checks += checks
         for check in failed[:3]:
             self._note(f"Self-check failed: {check.text}")
         return run.output
+
+    def _with_own_output(
+        self,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        twin: _Twin | None,
+        check: SelfCheck | None,
+    ) -> Run:
+        """The run with the output that the model has without taps, bit for bit.
+
+        Where taps make a runtime fuse otherwise, its last bits are others: from then on the model
+        runs without taps too, for its output.
+        """
+        if hasattr(self.program, "unfused"):
+            own = self.program.plain(args, kwargs)
+            away = check_leaves(_leaves(own), flatten(run.output), exact=False, layer=self.prefix)
+            if away.largest or not away.passed:
+                far = "" if away.largest is None else f", by up to {away.largest:.3g}"
+                self._note(
+                    "The layers are recorded as the file computes them, one by one. Without taps "
+                    "the runtime fuses some of them: the model's own output is recorded as it is "
+                    f"then, and differs from theirs{far}."
+                )
+            return replace(run, output=own)
+        if twin is None or check is None or not check.passed or not check.largest:
+            return run
+        if getattr(self.program, "repeatable", False):
+            self._own = True
+            return replace(run, output=twin.whole)
+        return run
 
     def _twin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Twin | None:
         """A run without taps, where there can be one that nothing tells of afterwards."""
@@ -294,11 +347,13 @@ class ProgramTap:
             )
             return None
         before = State(self.program)
+        plain = getattr(self.program, "unfused", self.program.plain)
         try:
-            output = _leaves(self.program.plain(*again))
+            whole = plain(*again)
+            output = _leaves(whole)
         finally:
             before.put_back()
-        return _Twin(output, before, later)
+        return _Twin(whole, output, plain, before, later)
 
     def _check_output(self, twin: _Twin, tapped: Any) -> SelfCheck | None:
         """Taps against none; None where even two runs without taps are not the same.
@@ -313,7 +368,7 @@ class ProgramTap:
         after = State(self.program)
         twin.before.put_back()
         try:
-            again = _leaves(self.program.plain(*twin.inputs))
+            again = _leaves(twin.run(*twin.inputs))
         finally:
             after.put_back()
         if check_leaves(twin.output, again, exact=exact).passed:

@@ -17,7 +17,9 @@ from typing import Any
 
 from ....errors import OptionError, TargetError
 from ....recording.dtypes import torch_dtype
+from ....recording.kinds import parse, plain
 from ....recording.schema import PROVENANCES, Provenance, Structure
+from ....regular_files import must_be_regular, read_regular
 
 __all__ = [
     "SUFFIX",
@@ -172,10 +174,10 @@ class _Reader:
 
     def read(self) -> Manifest:
         try:
-            size = self.path.stat().st_size
+            size = must_be_regular(self.path).st_size
             if size > _LARGEST:
                 raise self.wrong(f"it is {size} bytes long, more than the {_LARGEST} that we read")
-            text = self.path.read_text(encoding="utf-8")
+            text = read_regular(self.path, _LARGEST).decode("utf-8")
         except OSError as error:
             raise TargetError(
                 f"The manifest {str(self.path)!r} cannot be read: {error.strerror}."
@@ -183,8 +185,8 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.wrong("it is not text in UTF-8") from error
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = plain(parse(text), "it")
+        except ValueError as error:
             raise self.wrong(f"it is no JSON ({error})") from error
         return self.manifest(data)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .names import Spot, parse, weight_name
+from .names import Spot, parse, parse_values, weight_name
 
 __all__ = ["Graph", "Value", "read"]
 
@@ -30,7 +30,8 @@ class Value:
     `fixed` values do not depend on the inputs; `weight` is then the parameter that it is called
     after. `data` is False for shapes, sizes and axes. A value with `names` was a value of the model
     that was converted; one without is a step inside one of its operations. Where OpenVINO leaves
-    out a last operation that does nothing, the one before it is `renamed`: it bears the other's.
+    out a last operation that does nothing, the one before it is `renamed`: it bears the other's. So
+    is one whose names tell of several modules.
     """
 
     key: str
@@ -90,11 +91,14 @@ def read(model: Any) -> Graph:
         fixed = kind == "Constant" or (
             bool(sources) and kind != "ReadValue" and all(source.fixed for source in sources)
         )
-        spot = None if kind in _NOBODYS else parse(op.get_friendly_name())
+        named = None if kind in _NOBODYS else parse(op.get_friendly_name())
         for port, output in enumerate(op.outputs()):
             key = f"{number}:{port}"
             dtype = output.get_element_type().get_type_name()
             names = tuple(sorted(output.get_names()))
+            spot, unclear = named, False
+            if named is None and kind not in _NOBODYS and not fixed:
+                spot, unclear = parse_values(names)
             values[key] = Value(
                 key=key,
                 node=number,
@@ -107,7 +111,8 @@ def read(model: Any) -> Graph:
                 fixed=fixed,
                 data=not fixed and _is_data(kind, dtype, sources),
                 result=key in returned,
-                renamed=key in returned and kind != "Parameter" and _is_renamed(kind, spot),
+                renamed=unclear
+                or (key in returned and kind != "Parameter" and _is_renamed(kind, spot)),
                 shape=_shape(output),
                 rank=_rank(output),
                 weight=weight_name(op.get_friendly_name()) if fixed else None,

@@ -20,8 +20,12 @@ _UNUSED = "nothing reads what it returns, so the compiler dropped it"
 _WRITTEN = "it writes into a part of its own value, and what does so bears no layer's name"
 _RENAMED = "the operation behind it lost its name and may be its last"
 _REWRITTEN = "the compiler rewrote what reads it, and may have moved its last operation there"
+_MOVED = "OpenVINO may have moved its last sum or product into the operation that reads it"
 _UNCLEAR = "its calls cannot be told apart"
 _WITH_AXES = ("Reduce", "Concat", "Interpolate", "Pad", "Slice", "Split", "StridedSlice")
+_SUMS = ("Add", "Subtract")
+_PRODUCTS = ("Multiply", "Divide")
+_BEFORE_BIAS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "MVN")
 _AGAIN = re.compile(r"(.+)_\d+")
 _TYPES = {
     "aten::linear": "Linear",
@@ -106,6 +110,7 @@ def find_layers(graph: Graph) -> Layers:
         else:
             call = LayerCall(path, number, good, into.get((path, number), ()))
             heard.append((order[keys[0]], -path.count("."), call))
+    gone = {**dict.fromkeys(_before_moved(steps, out, by_key, fixed), _MOVED), **gone}
     gone.update(dict.fromkeys(_before_renamed(steps, out, by_key), _RENAMED))
     gone.update(dict.fromkeys(_before_rewritten(steps, out, by_key), _REWRITTEN))
     gone.update(dict.fromkeys(_written(values, out), _WRITTEN))
@@ -216,6 +221,56 @@ def _before_rewritten(
         for (path, number), keys in out.items()
         if any((path, number) not in step.calls for key in keys for step in readers.get(key, ()))
     }
+
+
+def _before_moved(
+    steps: Sequence[Step],
+    out: Mapping[ModuleCall, Sequence[str]],
+    values: Mapping[str, Value],
+    fixed: Mapping[str, Value],
+) -> set[str]:
+    """Layers whose last sum or product with a constant may lie in the operation that reads them.
+
+    OpenVINO joins neighbouring sums and products with constants: `(h + bias) * 0.5` becomes
+    `h * 0.5 + (bias * 0.5)`, and two factors or two summands become one. The result has the name
+    of the operation after the layer, and the layer's own last operation is gone. Where such an
+    operation still follows a sum, nothing was joined.
+    """
+    readers: dict[str, list[Step]] = {}
+    for step in steps:
+        for key in dict.fromkeys(step.inputs):
+            readers.setdefault(key, []).append(step)
+    found = set()
+    for (path, number), keys in out.items():
+        for key in keys:
+            reads = readers.get(key, [])
+            if len(reads) != 1 or values[key].result:
+                continue  # what is read twice is not joined
+            outside = (path, number) not in reads[0].calls
+            if outside and _may_hold(values[key], values[reads[0].name], fixed):
+                found.add(path)
+    return found
+
+
+def _may_hold(last: Value, reader: Value, fixed: Mapping[str, Value]) -> bool:
+    """Whether a reader may hold what a layer did after its `last` operation."""
+    constant = _constant(reader, fixed)
+    if constant is None:
+        return False
+    own = _constant(last, fixed)
+    if own is not None and (last.op in _SUMS or reader.op not in _SUMS):
+        return False  # these two would have been joined themselves
+    single = constant.shape is not None and set(constant.shape) <= {1}
+    ours = reader.spot is None and not reader.names and not reader.result
+    return ours or not single or own is not None or last.op in _BEFORE_BIAS
+
+
+def _constant(value: Value, fixed: Mapping[str, Value]) -> Value | None:
+    """What a value adds to its only other source, or multiplies it by."""
+    if value.op not in (*_SUMS, *_PRODUCTS):
+        return None
+    constants = [fixed[key] for key in value.reads if key in fixed]
+    return constants[0] if len(constants) == 1 and len(value.reads) == 2 else None
 
 
 def _written(values: Sequence[Value], out: Mapping[ModuleCall, Sequence[str]]) -> set[str]:

@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Spot", "best_name", "parse", "weight_name"]
+__all__ = ["Spot", "best_name", "parse", "parse_values", "weight_name"]
 
 _TORCH = re.compile(r"(?:__module\.([^/]+)/)?(\w+::.+)")
 _NUMBER = re.compile(r"(.*?)_(\d+)")
+_VALUE = re.compile(r"_output_\d+$")
 _BIAS = "/WithoutBiases"
 
 
@@ -49,6 +50,18 @@ def parse(name: str) -> Spot | None:
     inside = "/WithoutBiases" if name.endswith(_BIAS) else ""
     kind, number = _numbered(parts[-1])
     return Spot(_onnx_path(parts[:-1]), kind + inside, number, repeats=False)
+
+
+def parse_values(names: Iterable[str]) -> tuple[Spot | None, bool]:
+    """The spot that ONNX's names of a value tell, and whether they tell of several modules.
+
+    Where the last operations of a layer do nothing (a gain of ones, a bias of zeros) OpenVINO
+    leaves them out: the value keeps its name, but the operation that now makes it has none.
+    """
+    spots = [spot for name in names if (spot := parse(_VALUE.sub("", name))) is not None]
+    if len({spot.path for spot in spots}) > 1:
+        return None, True
+    return (spots[0], False) if spots else (None, False)
 
 
 def _numbered(what: str) -> tuple[str, int]:

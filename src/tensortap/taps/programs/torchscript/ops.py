@@ -84,8 +84,8 @@ def _confirmed(found: Anchored, graph: Any, tree: Tree) -> Anchored:
     nodes = list(nodes_of(graph))
     ends: dict[str, set[str]] = {}
     for node in tree.root.walk():
-        if node.has_method("forward"):
-            own = node.cpp._get_method("forward").graph.copy()
+        for method in node.forwards:
+            own = node.cpp._get_method(method).graph.copy()
             torch._C._jit_pass_inline(own)
             values = elements(next(iter(own.outputs())))
             last = values[by_age(own, values)[0]]

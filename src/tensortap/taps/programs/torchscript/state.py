@@ -190,6 +190,8 @@ def _written(node: Any) -> list[Any]:
     """The inputs of a node that it writes into."""
     kind = node.kind()
     if kind in _STATISTICS:
+        if node.inputsAt(5).toIValue() is False:
+            return []  # in eval mode: the statistics are read
         return [node.inputsAt(i) for i in (3, 4) if node.inputsAt(i).type().kind() != "NoneType"]
     schema = node.schema()
     if "!" not in schema:

@@ -11,7 +11,6 @@ The module itself stays the first argument of the graph, so weights and buffers 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,7 +38,6 @@ from .tree import Node, Tree
 
 __all__ = ["UNUSED", "Passage", "Site", "Surgeon"]
 
-_FORWARD = re.compile(r"forward\d*")
 IDENTITY = "it passes its input on and makes no value of its own"
 UNUSED = "nothing reads what it returns, so the compiler dropped it"
 HOOKED = "a hook that was compiled into the model changes what it returns"
@@ -156,7 +154,7 @@ class Surgeon:
             return
         if not any(self._wants(module) for module in (target, *given.modules.values())):
             return
-        layer = target if _FORWARD.fullmatch(method) else None
+        layer = target if method in target.forwards else None
         if layer is not None and is_hooked(call):
             self.lost[layer.name] = self.missed[layer.name] = HOOKED
             self.finished.append(layer)

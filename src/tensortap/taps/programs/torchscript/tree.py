@@ -6,13 +6,20 @@ objects of it, which have nothing but their weights in common.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import importlib
+import re
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 __all__ = ["Node", "Tree"]
+
+# A trace numbers the calls of a module (forward1), a script its overloads (forward__0).
+_FORWARD = re.compile(r"forward(__)?\d*")
+_MANGLED = re.compile(r"\.___torch_mangle_\d+")
 
 
 @dataclass(eq=False)
@@ -41,6 +48,13 @@ class Node:
 
     def has_method(self, name: str) -> bool:
         return bool(self.cpp._has_method(name))
+
+    @cached_property
+    def forwards(self) -> Collection[str]:
+        """The methods that calls of the module run: its forward, or each overload of it."""
+        overloads = _overloads(str(self.cpp._type().qualified_name()))
+        names = [str(name) for name in self.cpp._method_names()]
+        return [name for name in names if _FORWARD.fullmatch(name) or name in overloads]
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The module's own parameters."""
@@ -108,6 +122,22 @@ def _node(cpp: Any, path: str) -> Node:
         for key, child in _items(torch._C.ModuleDict(cpp))
     }
     return Node(path, path, str(cpp._type().name()), cpp, children)
+
+
+def _overloads(qualified: str) -> Collection[str]:
+    """The overloads of forward that have names of their own, as those of torch's quantised LSTM.
+
+    The class lists them, and compiled code forgets the list. A file may name any class: only
+    torch's own are looked up, since importing others would run code.
+    """
+    module, _, name = _MANGLED.sub("", qualified).removeprefix("__torch__.").rpartition(".")
+    if not module.startswith("torch."):
+        return ()
+    try:
+        known = getattr(importlib.import_module(module), name, None)
+    except ImportError:  # another version of torch has it elsewhere
+        return ()
+    return tuple(getattr(known, "__overloads__", {}).get("forward", ()))
 
 
 def _one(group: list[Node], called: Mapping[str, bool]) -> bool:
