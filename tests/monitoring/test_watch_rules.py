@@ -401,7 +401,9 @@ def test_the_first_bad_place_is_named_with_what_came_before_it() -> None:
     assert alarm.text == (
         "Step 12: 1 NaN and 2 Inf of 4 values in the output of 'blocks.2', in the forward pass. It "
         "is the first of 2 bad places; everything before it is finite, the output of 'blocks.1' "
-        "just before it at most 6e+04 (the largest float16 is 6.55e+04)."
+        "just before it at most 6e+04 (the largest float16 is 6.55e+04). It came about between "
+        "'blocks.1' and 'blocks.2': in 'blocks.2', or in code before it that is in no watched "
+        "layer."
     )
     assert (alarm.layer, alarm.port, alarm.call, alarm.value) == ("blocks.2", "output", 0, 3)
     assert alarm.also == (("blocks.3", "output", ""),)

@@ -191,11 +191,23 @@ def _before(step: Step, layout: Layout, row: int) -> str:
     said = "; everything before it is finite" if len(good) == row else ""
     last = good[-1]
     size = float(step.column("absmax")[last])
+    between = _between(layout, last, row) if len(good) == row else ""
     if math.isnan(size):
-        return f"{said}."
+        return f"{said}.{between}"
     return (
         f"{said}, the {where(layout.row_keys[last])} just before it at most {_number(size)}"
-        f"{_limit(step.sites[last].dtype, size)}."
+        f"{_limit(step.sites[last].dtype, size)}.{between}"
+    )
+
+
+def _between(layout: Layout, last: int, row: int) -> str:
+    """Which stretch of the forward pass made it: a layer may be given what is not finite."""
+    (before, port, _), (layer, bad_port, _) = layout.row_keys[last], layout.row_keys[row]
+    if (port, bad_port) != ("output", "output") or before == layer:
+        return ""
+    return (
+        f" It came about between '{before}' and '{layer}': in '{layer}', or in code before it that "
+        "is in no watched layer."
     )
 
 

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import OptionError, TapError
+from ..regular_files import read_regular
 from ..taps.session import TapWarning
 from .conditions import Action
 from .config_keys import KEYS, Wrong
 
 __all__ = ["Config", "MonitorConfig", "Reread", "WatchConfig", "monitor_arguments", "read_config"]
 
+_LARGEST = 4 << 20  # bytes
 _FRESH = 2.0  # seconds; a file this young may change again without a new time of change
 _SETTLE = 0.25  # seconds; one this young may be half written, and half a TOML file is one too
 
@@ -130,7 +132,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
         )
     path = Path(source)
     try:
-        content = path.read_bytes()
+        content = read_regular(path, _LARGEST)
     except OSError as error:
         raise OptionError(
             f"The configuration {path} cannot be read: {error.strerror or error}."

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..errors import OptionError
+from ..sizes import parse_size
 from .conditions import Action
 from .rules import Rules
 
@@ -30,6 +32,15 @@ def _whole(least: int) -> Callable[[Any], int]:
         return value
 
     return check
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            value = parse_size(value)
+        except OptionError:
+            raise Wrong('a number of bytes, or a text such as "64MiB"', value) from None
+    return _whole(1)(value)
 
 
 def _wholes(some: bool) -> Callable[[Any], list[int]]:
@@ -148,7 +159,7 @@ KEYS: dict[str, Callable[[Any], Any]] = {
     "monitor_output_dir": _text,
     "monitor_save_format": _choice("pt", "npy"),
     "monitor_sample_every": _whole(1),
-    "monitor_memory_limit": _whole(1),
+    "monitor_memory_limit": _size,
     "watch_layers": _patterns,
     "watch_every": _whole(1),
     "watch_outputs": _flag,

@@ -7,14 +7,15 @@ old ones: so an earlier run moves, whole, into `earlier-1`, `earlier-2`, … ins
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from ..errors import RecordingError, RecordingExistsError
-from ..recording.schema import MANIFEST
+from ..recording.kinds import parse
+from ..recording.schema import LARGEST_MANIFEST, MANIFEST
+from ..regular_files import read_regular
 from .saving import is_recording_file
 
 __all__ = ["Claim", "make_room"]
@@ -88,7 +89,8 @@ def make_room(folder: Path, *, overwrite: bool) -> str | None:
 
 def _selection(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("selection", {})
+        text = read_regular(folder / MANIFEST, LARGEST_MANIFEST)
+        found = parse(text).get("selection", {})
     except (ValueError, AttributeError):
         return {}
     return found if isinstance(found, dict) else {}

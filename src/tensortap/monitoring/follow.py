@@ -6,13 +6,13 @@ when it is over. Nothing here waits or prints.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import DamagedError
+from ..recording.owner import life_of
+from ..recording.reader import read_manifest
 from ..recording.schema import LIVE, MANIFEST, Manifest
 from ..recording.store import Store, open_store
 from .live import Live, LiveAlarm, latest_of, read_live
@@ -35,10 +35,11 @@ class State:
     alarms: tuple[LiveAlarm, ...] = ()
     failure: str | None = None
     manifest: Manifest | None = None
+    dead: bool = False  # whether the process that wrote it has ended without closing it
 
     @property
     def over(self) -> bool:
-        return self.status in ("complete", "failed")
+        return self.dead or self.status in ("complete", "failed")
 
     @property
     def silent(self) -> bool:
@@ -52,7 +53,7 @@ class State:
     @property
     def unhealthy(self) -> bool:
         """Whether it failed, a rule about NaN or Inf became true, or the last step has some."""
-        if self.status == "failed" or any(_is_fatal(alarm) for alarm in self.alarms):
+        if self.status == "failed" or self.dead or any(_is_fatal(alarm) for alarm in self.alarms):
             return True
         live = self.live
         if live is None:
@@ -76,9 +77,11 @@ class Follower:
         manifest = self._manifest() if MANIFEST in names else None
         if manifest is None:
             return State("waiting")
+        dead = manifest.status == "recording" and life_of(manifest.writer) == "dead"
         live = self._latest(names)
         if live is None:
-            return State(manifest.status, failure=manifest.failure, manifest=manifest)
+            failure = manifest.failure
+            return State(manifest.status, failure=failure, manifest=manifest, dead=dead)
         before, self._live = self._live, live
         new = before is None or (before.epoch, before.batch) != (live.epoch, live.batch)
         if before is None:
@@ -93,16 +96,14 @@ class Follower:
             live.alarms or alarms_of(manifest),
             manifest.failure,
             manifest,
+            dead,
         )
 
     def _manifest(self) -> Manifest | None:
-        where = f"{self._store.url}/{MANIFEST}"
         try:
-            return Manifest.from_dict(json.loads(self._store.read_text(MANIFEST)), where)
+            return read_manifest(self._store)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise DamagedError(f"{where} is corrupt: it is not JSON ({error}).") from None
 
     def _latest(self, names: Sequence[str]) -> Live | None:
         if LIVE in names:

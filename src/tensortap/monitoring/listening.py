@@ -22,6 +22,7 @@ from ..taps.fused import find_fused, listen_globally, why_silent
 from ..taps.hearing import Ear, HooksGuarded, recomputing
 from ..taps.leaves import flatten
 from ..taps.listener import Listener
+from ..taps.replaced import Replaced, replaced_note
 from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import Chosen
@@ -104,7 +105,8 @@ class Listening:
         self._moments = moments
         self._passed = passed
         self._handles: list[RemovableHandle] = []
-        self._own: list[tuple[nn.Module, RemovableHandle]] = []
+        self._own: list[tuple[int, nn.Module, RemovableHandle]] = []
+        self._replaced: Replaced | None = None
         self._fused: set[int] = set()
         self._guarded = HooksGuarded(len(chosen) + 1)
         self._traced = [_Spoken(-1, ("none",), 0, 1)]
@@ -136,7 +138,10 @@ class Listening:
                 continue
             handle = one.module.register_forward_hook(self._output_hook(index))
             self._handles.append(handle)
-            self._own.append((one.module, handle))
+            self._own.append((index, one.module, handle))
+        if not is_compiled:
+            heard = [self._chosen[index].layer for index, _, _ in self._own]
+            self._replaced = Replaced(self._model, heard)
         if before or after:
             self._handles += listen_globally(before, after)
         if is_compiled:
@@ -176,6 +181,8 @@ class Listening:
             try:
                 if self._passes_over((args, kwargs)):
                     return
+                if self._replaced is not None and self._replaced.changed():
+                    self._follow(self._replaced)
                 self._stay_last()
                 with unseen():
                     self._begin(args, kwargs)
@@ -185,6 +192,24 @@ class Listening:
                 self._fail(None, error)
 
         return Listener(hook)
+
+    def _follow(self, replaced: Replaced) -> None:
+        """Go over to modules that were put in the place of heard ones."""
+        now = replaced.now()
+        moved: list[str] = []
+        for at, (index, module, handle) in enumerate(self._own):
+            name = self._chosen[index].layer
+            new = now.get(name, module)
+            if new is module or isinstance(new, torch.jit.ScriptModule):
+                continue
+            handle.remove()
+            self._handles.remove(handle)
+            made = new.register_forward_hook(self._output_hook(index))
+            self._handles.append(made)
+            self._own[at] = (index, new, made)
+            moved.append(name)
+        if moved and replaced_note(moved) not in self.notes:
+            self.notes.append(replaced_note(moved))
 
     def _output_hook(self, index: int) -> Callable[..., None]:
         register, name = self._register, f"layer {index}"
@@ -263,7 +288,7 @@ class Listening:
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""
-        for module, handle in self._own:
+        for _, module, handle in self._own:
             hooks = module._forward_hooks
             if handle.id in hooks and next(reversed(hooks)) != handle.id:
                 hooks.move_to_end(handle.id)  # type: ignore[attr-defined]

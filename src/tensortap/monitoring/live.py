@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import DamagedError
+from ..recording.kinds import parse, plain
 from ..recording.schema import LIVE, PORTS
 from ..recording.segment import Segment, read_segment
 from ..recording.store import Store, open_store
@@ -146,10 +147,12 @@ def read_live(place: Store | str | os.PathLike[str]) -> Live | None:
             raise DamagedError(
                 f"{where} has {size} bytes, more than {_LARGEST}: no tensortap wrote it. Remove it."
             )
-        data = json.loads(store.read_text(LIVE))
+        data = plain(parse(store.read_text(LIVE, _LARGEST)), "it")
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError) as error:
+    except OSError as error:
+        raise DamagedError(f"{where} cannot be read: {error.strerror or error}.") from None
+    except ValueError as error:
         raise DamagedError(f"{where} is corrupt: it is not JSON ({error}). Remove it.") from None
     try:
         return _checked(data)

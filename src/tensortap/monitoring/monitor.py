@@ -31,6 +31,7 @@ from torch import nn
 
 from ..errors import OptionError, RecordingError
 from ..numerics import summarize
+from ..sizes import size_in_bytes
 from ..taps.session import TapWarning
 from ..taps.unseen import unseen
 from .choice import check_options, choose_layers, whole_number, whole_numbers, with_single
@@ -70,7 +71,7 @@ class Monitor:
         save_format: "pt", or "npy" for numpy files with a .json beside them.
         condition: `condition(layer, output)`: keep an output only where this is true.
         sample_every: of `epoch_full` layers, keep batches 0, n, 2n, … alone.
-        memory_limit: the most bytes to hold in memory; beyond it outputs are held on disk.
+        memory_limit: how much to hold in memory, in bytes or as "64MiB"; the rest lies on disk.
         keep: what the recording keeps: "tensors", or "summary" for statistics alone.
         overwrite: an earlier run in output_dir is deleted instead.
         mode: the name of the variant, kept in the manifest.
@@ -87,7 +88,7 @@ class Monitor:
         save_format: SaveFormat = "pt",
         condition: Condition | None = None,
         sample_every: int = 1,
-        memory_limit: int = 1 << 30,
+        memory_limit: int | str = 1 << 30,
         keep: Keep = "tensors",
         overwrite: bool = False,
         mode: str | None = None,
@@ -113,7 +114,7 @@ class Monitor:
         self.batch_indices = None if batches is None else list(batches)
         self.output_dir = Path(output_dir).absolute()  # a run may change its folder
         self.sample_every = whole_number("sample_every", sample_every, least=1)
-        self.memory_limit = whole_number("memory_limit", memory_limit)
+        self.memory_limit = _memory(memory_limit)
         self._chosen = chosen
         self._moments = Moments(epochs, batches or (), self.sample_every)
         self._words = Words(self.output_dir)
@@ -333,6 +334,11 @@ class Monitor:
 
     def close(self, failure: str | None = None) -> None:
         """`remove_hooks`; with the reason, where training failed."""
+        if os.getpid() != self._owner:  # a forked child: the run is its parent's
+            if not self._closed:
+                self._closed = True
+                self._listening.detach()
+            return
         with self._lock, self._words.at_the_end(failing=_failing(failure)):
             if self._closed:
                 return
@@ -584,3 +590,10 @@ class Monitor:
 def _failing(failure: str | None) -> bool:
     """Whether an exception is on its way, which a warning of ours must not replace."""
     return failure is not None or sys.exc_info()[0] is not None
+
+
+def _memory(limit: Any) -> int:
+    """A limit of memory: text with a unit, or any kind of whole number."""
+    if isinstance(limit, str):
+        return size_in_bytes("memory_limit", limit)
+    return whole_number("memory_limit", limit)

@@ -22,13 +22,14 @@ from ..errors import WatchAlarm
 from ..recording.dtypes import dtype_name
 from ..recording.schema import Port, Site
 from ..selection.sites import Site as Layer
-from ..selection.sites import unwrap
+from ..selection.sites import type_name, unwrap
 from ..taps.compiled import contains_compiled
 from ..taps.fused import find_fused, listen_globally
 from ..taps.hearing import Ear, HooksGuarded, recomputing
 from ..taps.leaves import flatten, traceable
 from ..taps.listener import Listener
 from ..taps.plain import is_plain, plain_parts
+from ..taps.replaced import Replaced
 from ..taps.unseen import unseen
 
 __all__ = ["Gate", "Places"]
@@ -71,6 +72,7 @@ class Places:
         on_failure: Callable[[Exception], None],
         *,
         on_forward: Callable[[], None],
+        on_replaced: Callable[[list[str]], None],
         traces_grads: bool,
         training_only: bool = True,
     ) -> None:
@@ -80,6 +82,8 @@ class Places:
         self._take = take
         self._on_failure = on_failure
         self._on_forward = on_forward
+        self._on_replaced = on_replaced
+        self._replaced: Replaced | None = None
         self._training_only = training_only
         self._leaf_handles: list[RemovableHandle] = []
         self._traces_grads = traces_grads
@@ -93,6 +97,7 @@ class Places:
         self._sites: dict[Any, Site] = {}
         self._calls: defaultdict[Any, int] = defaultdict(int)
         self._lock = threading.Lock()
+        self._beginning = threading.RLock()
         self._repeats: defaultdict[tuple[int, str, int], int] = defaultdict(int)
         self._open_calls: defaultdict[Any, list[int]] = defaultdict(list)
         self._training: bool | None = None  # inside a forward pass of the whole model
@@ -112,9 +117,12 @@ class Places:
         wanted = {id(layer.module) for layer in layers}
         for place in self._places:
             place.on = id(place.module) in wanted
+        before = len(self._places)
         for layer in layers:
             if id(layer.module) not in self._by_module:
                 self._add(layer)
+        if len(self._places) > before and self._replaced is not None:
+            self._look_after()
 
     def beyond(self, layers: Sequence[Layer]) -> list[str]:
         """Those that have no hook yet: a compiled graph would never hear them."""
@@ -148,6 +156,13 @@ class Places:
         if self._fused:
             self._handles += listen_globally({}, self._heard_globally)
         self.choose(layers)
+        self._look_after()
+
+    def _look_after(self) -> None:
+        """Notice from now on when one of the hooked modules is replaced."""
+        if not contains_compiled(self._model):
+            hooked = [place.name for place in self._places if place.handle is not None]
+            self._replaced = Replaced(self._model, hooked)
 
     def detach(self) -> None:
         self._gate.open = False
@@ -183,16 +198,23 @@ class Places:
         self._stay_last()
         if self._training:
             self._forward()
+        try:
+            if self._replaced is not None and self._replaced.changed():
+                self._follow(self._replaced)
+        except Exception as error:  # the model must not notice
+            self._on_failure(error)
 
     def _forward(self) -> None:
-        """A forward pass of training: the first behind an optimizer's step begins another step."""
+        """A forward pass of training: the first after an optimizer's step begins another step."""
         if self._gate.over:
-            try:
-                self._on_forward()
-            except WatchAlarm:
-                raise
-            except Exception as error:  # the model must not notice
-                self._on_failure(error)
+            with self._beginning:  # forwards may run in several threads, and a step begins once
+                if self._gate.over:
+                    try:
+                        self._on_forward()
+                    except WatchAlarm:
+                        raise
+                    except Exception as error:  # the model must not notice
+                        self._on_failure(error)
         self.forwards += 1
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -204,6 +226,30 @@ class Places:
 
     def _counts(self) -> bool:
         return self._inner.training or not self._training_only
+
+    def _follow(self, replaced: Replaced) -> None:
+        """Go over to modules that were put in the place of heard ones."""
+        now = replaced.now()
+        moved: list[str] = []
+        for place in self._places:
+            module = now.get(place.name, place.module)
+            if place.handle is None or module is place.module:
+                continue
+            self._handles.remove(place.handle)
+            place.handle.remove()
+            del self._by_module[id(place.module)]
+            place.module, place.type, place.handle = module, type_name(module), None
+            self._by_module[id(module)] = place
+            for key in [key for key in self._sites if key[0] == place.index]:
+                del self._sites[key]
+            moved.append(place.name)
+            if isinstance(module, torch.jit.ScriptModule):
+                self.unheard[(place.name, "")] = "it is TorchScript, which takes no hooks"
+                continue
+            place.handle = module.register_forward_hook(self._hook(place))
+            self._handles.append(place.handle)
+        if moved:
+            self._on_replaced(moved)
 
     def _stay_last(self) -> None:
         """Others may have added hooks since: what we hear is what comes out behind theirs."""

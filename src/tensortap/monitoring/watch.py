@@ -27,9 +27,11 @@ from torch import nn
 from ..errors import OptionError, RecordingError, TapError, WatchAlarm
 from ..recording.writer import Writer
 from ..selection import Selection, select
+from ..sizes import size_in_bytes
 from ..taps import compiled
 from ..taps.describe import rank
 from ..taps.hearing import graphs_exist
+from ..taps.replaced import replaced_note
 from ..taps.session import TapWarning
 from .board import Board
 from .clock import Clock
@@ -74,7 +76,7 @@ def watch(
     within: Layers | None = None,
     training_only: bool = True,
     start: int = 0,
-    budget: int = 1 << 30,
+    budget: int | str = 1 << 30,
     overwrite: bool = False,
     mode: str | None = None,
 ) -> Watcher:
@@ -101,7 +103,8 @@ def watch(
         within: the layers that can be switched on later in a compiled model without a new compile.
         training_only: False listens to a model in eval mode too, whenever gradients are on.
         start: the number of the first step, for training that is resumed.
-        budget: the most memory in bytes for full tensors that a "snapshot" rule holds in a step.
+        budget: the most memory, in bytes or as "64MiB", for full tensors that a "snapshot" rule
+            holds in a step.
         overwrite: replace a recording that is there.
         mode: the name of the run, kept in the manifest.
     """
@@ -150,7 +153,7 @@ class Watcher:
         within: Layers | None,
         training_only: bool,
         start: int,
-        budget: int,
+        budget: int | str,
         overwrite: bool,
         mode: str | None,
     ) -> None:
@@ -166,7 +169,8 @@ class Watcher:
             params, updates = _told(told.params, params), _told(told.updates, updates)
             rules, ring = _told(told.rules, rules), _told(told.ring, ring)
         path = _DEFAULT if path is None else path
-        _check(model, path, every, ring, start, budget, updates, clock)
+        _check(model, path, every, ring, start, updates, clock)
+        budget = size_in_bytes("budget", budget)
         _check_layers("layers", layers)
         _check_layers("params", params, also_bool=True)
         if within is not None:
@@ -210,6 +214,7 @@ class Watcher:
             stepping.take,
             self._fail,
             on_forward=self._on_forward,
+            on_replaced=self._on_replaced,
             traces_grads=self._traces_grads,
             training_only=training_only,
         )
@@ -374,7 +379,7 @@ class Watcher:
 
     def flush(self) -> None:
         """Return when every step that is over stands on disk, open to any reader."""
-        if not self._closed:
+        if not self._closed and self._writer.is_ours:
             self._guarded(self._stepping.forward)
             self._land()
             if self._writer.failure is not None:
@@ -390,6 +395,10 @@ class Watcher:
         if self._closed:
             return
         self._closed = True
+        if not self._writer.is_ours:  # a forked child: the run is its parent's
+            self._places.detach()
+            self._clock.detach()
+            return
         atexit.unregister(self._at_exit)
         self._places.detach()
         self._clock.detach()
@@ -453,7 +462,7 @@ class Watcher:
 
     @property
     def _stopped(self) -> bool:
-        return self._closed or self.failure is not None
+        return self._closed or self.failure is not None or not self._writer.is_ours
 
     def _guarded(self, do: Callable[..., None], *args: Any) -> None:
         """Do something of ours inside the training loop: only an alarm may leave it."""
@@ -468,6 +477,16 @@ class Watcher:
 
     def _on_forward(self) -> None:
         self._guarded(self._stepping.forward)
+
+    def _on_replaced(self, names: list[str]) -> None:
+        """Layers were replaced: their parameters are others, too."""
+        stepping = self._stepping
+        params = stepping.wanted.params
+        stepping.parameters = Parameters(self._model, params or True, stepping.board.take_many)
+        stepping.parameters.begin()
+        note = replaced_note(names)
+        if note not in self.notes:
+            self.notes.append(note)
 
     def _before_step(self, who: int, moved: Ids, inside: bool) -> None:
         self._guarded(self._stepping.before, who, moved, inside)
@@ -604,7 +623,6 @@ def _check(
     every: object,
     ring: object,
     start: object,
-    budget: object,
     updates: object,
     clock: object,
 ) -> None:
@@ -618,7 +636,6 @@ def _check(
     _check_whole("every", every, 1)
     _check_whole("ring", ring, 0)
     _check_whole("start", start, 0)
-    _check_whole("budget", budget, 0)
     _check_updates(updates)
     if clock not in ("optimizer", "manual") and not isinstance(clock, torch.optim.Optimizer):
         raise OptionError(f"clock must be 'optimizer', 'manual' or an optimizer, got {clock!r}.")

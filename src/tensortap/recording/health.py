@@ -1,7 +1,8 @@
 """Findings: what is unhealthy in one recording.
 
-Errors are facts (NaN, Inf, a self-check that failed). Warnings are judgements, so every limit can
-be moved: large language models have healthy massive activations.
+Errors are facts (NaN, Inf, a self-check that failed, a run that left its history for good).
+Warnings are judgements, so every limit can be moved: large language models have healthy massive
+activations.
 """
 
 from __future__ import annotations
@@ -19,13 +20,24 @@ from numpy.typing import NDArray
 
 from ..errors import RecordingError
 from ..numerics.summary import Summary
+from .excursions import Excursion, excursions_of, quantity_of
 from .pieces import pieces
 from .series import Series, series_of
 
 if TYPE_CHECKING:
     from .reader import Layer, Record, Recording
 
-__all__ = ["Finding", "Limits", "check", "first_bad", "largest_change", "mean_change"]
+__all__ = [
+    "Finding",
+    "Limits",
+    "check",
+    "first_abnormal",
+    "first_bad",
+    "in_time",
+    "largest_change",
+    "mean_change",
+    "onset",
+]
 
 Kind = Literal[
     "nan",
@@ -36,6 +48,7 @@ Kind = Literal[
     "saturated",
     "underflow",
     "jump",
+    "abnormal",
     "incomplete",
 ]
 _PIECE = 4 << 20  # elements
@@ -55,27 +68,68 @@ class Finding:
     severity: Literal["error", "warning"]
     text: str
     moment: tuple[int, int, int] | None = None  # epoch, batch and call of the first that shows it
+    port: str = ""
+    leaf: str = ""
+    excursion: Excursion | None = None  # of an abnormal step: the numbers
     order: int = field(default=-1, repr=False, compare=False)
+    always: bool = field(default=False, repr=False, compare=False)  # so in every record: a mask
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("layer", "kind", "severity", "text")
+        names = ("layer", "kind", "severity", "text", "port", "leaf")
         moment = None if self.moment is None else list(self.moment)
-        return {**{name: getattr(self, name) for name in names}, "moment": moment}
+        numbers = {} if self.excursion is None else {"excursion": self.excursion.to_dict()}
+        return {**{name: getattr(self, name) for name in names}, "moment": moment, **numbers}
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """Epoch and batch; after all others where there is none."""
+        return self.moment[:2] if self.moment else (1 << 62, 0)
 
 
 def first_bad(findings: Sequence[Finding]) -> Finding | None:
-    """The error that came first in time, whichever layer it is in."""
-    errors = [f for f in findings if f.severity == "error" and f.moment is not None]
-    return min(errors, key=lambda f: (f.moment and f.moment[:2], f.order), default=None)
+    """The NaN or Inf that came first in time and in order of execution.
+
+    A mask that is infinite from the first step on is not it, when something else broke later.
+    """
+    bad = [f for f in findings if f.kind in ("nan", "inf") and f.moment is not None]
+    born = min((f.step for f in bad if f.always and f.kind == "inf"), default=None)
+    newly = [f for f in bad if not f.always]
+    if born is not None and newly and all(f.step > born or f.always for f in bad):
+        bad = newly
+    step = min((f.step for f in bad), default=None)
+    bad = sorted((f for f in bad if f.step == step), key=lambda f: f.order)
+    if bad and bad[0].port not in ("input", "output", "scalar"):
+        # what is logged is written last, and the loss was there before its gradients
+        bad = [f for f in bad if f.port == "scalar" and quantity_of(f.layer) == "loss"] or bad
+    return bad[0] if bad else None
+
+
+def first_abnormal(findings: Sequence[Finding]) -> Finding | None:
+    """The first step that was far outside the run's own history; one for good goes first."""
+    found = [(f.severity != "error", f.excursion.rank, f) for f in findings if f.excursion]
+    return min(found, key=lambda item: item[:2])[2] if found else None
 
 
 def in_time(findings: Sequence[Finding]) -> list[Finding]:
     """Errors before warnings, and each as they came; what has no moment comes last."""
-    never = (1 << 62, 0)
-    return sorted(
-        findings,
-        key=lambda f: (f.severity != "error", f.moment[:2] if f.moment else never, f.order),
-    )
+    return sorted(findings, key=lambda f: (f.severity != "error", f.step, f.order))
+
+
+def onset(findings: Sequence[Finding]) -> list[Finding]:
+    """How it began, in time: abnormal steps, the first NaN or Inf, and what was there before.
+
+    NaN spreads, and so do large numbers: the places that follow say nothing new.
+    """
+    first, abnormal = first_bad(findings), first_abnormal(findings)
+    began = [f.step for f in (first, abnormal) if f is not None]
+    return [
+        f
+        for f in in_time(findings)
+        if f is first
+        or f.excursion is not None
+        or f.kind in ("self-check", "incomplete")
+        or (f.kind not in ("nan", "inf") and (not began or f.step < min(began)))
+    ]
 
 
 @dataclass(frozen=True)
@@ -115,6 +169,9 @@ def check(
     for layer in recording.values():
         findings += _check_layer(layer, limits)
     findings += _jumps(recording, limits)
+    if len(recording.steps) > 1:
+        findings = _with_outputs(recording, findings)
+        findings += _abnormal(recording, findings)
     order = {name: index for index, name in enumerate(recording.layers)}
     return sorted(findings, key=lambda f: (order.get(f.layer, -1), f.severity))
 
@@ -131,11 +188,70 @@ def _self_checks(recording: Recording) -> Iterator[Finding]:
         yield Finding(layer, "self-check", "error", f"{texts[0]}{more}.")
 
 
+def _with_outputs(recording: Recording, findings: list[Finding]) -> list[Finding]:
+    """The findings; of a loss that breaks first it is said that the model's outputs are well."""
+    first = first_bad(findings)
+    if first is None or first.port != "scalar":
+        return findings
+    there = any(
+        record.port == "output" and (record.epoch, record.batch) == first.step
+        for layer in recording.values()
+        for record in layer.records
+    )
+    if not there:
+        return findings
+    text = f"{first.text} Every output that was recorded at that step is finite."
+    return [replace(f, text=text) if f is first else f for f in findings]
+
+
+def _abnormal(recording: Recording, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Steps far outside the run's own history; errors where it broke or never came back."""
+    for excursion in excursions_of(recording, _broke(recording, findings)):
+        yield Finding(
+            excursion.layer,
+            "abnormal",
+            "warning" if excursion.recovered else "error",
+            str(excursion),
+            (excursion.epoch, excursion.batch, 0),
+            excursion.port,
+            excursion.leaf,
+            excursion,
+            order=excursion.order,
+        )
+
+
+def _broke(recording: Recording, findings: Sequence[Finding]) -> tuple[int, int] | None:
+    """The step from which on the run is not finite; None where it stays so or came through.
+
+    A scaler of losses skips a step whose gradients overflow, and the run goes on.
+    """
+    first = first_bad(findings)
+    if first is None:
+        return None
+    bad: set[tuple[int, int]] = set()
+    good: set[tuple[int, int]] = set()
+    for layer in recording.values():
+        for series in series_of(layer.records):
+            if series.port == "scalar" and quantity_of(series.layer) is None:
+                continue
+            wrong = series.bad > 0
+            if wrong.all() and first.step != (series.first.epoch, series.first.batch):
+                continue  # a mask
+            steps = series.steps
+            bad.update((epoch, batch) for epoch, batch in steps[wrong].tolist())
+            good.update((epoch, batch) for epoch, batch in steps[~wrong].tolist())
+    last_good = max(good - bad, default=(-1, -1))
+    return min((step for step in bad if step > last_good), default=None)
+
+
 def _check_layer(layer: Layer, limits: Limits) -> Iterator[Finding]:
     """One finding a kind, port and leaf: the first record that shows it, and how many do."""
     first: dict[tuple[str, str, str], tuple[Finding, int]] = {}
+    records: dict[tuple[str, str], int] = {}
     for series in series_of(layer.records):
         yield from _still(series)
+        place = (series.port, series.leaf)
+        records[place] = records.get(place, 0) + len(series.records)
         for at in np.flatnonzero(_doubtful(series, limits)).tolist():
             record, summary = series.records[at], Summary.from_row(series.table[at].tolist())
             for kind, severity, what in _judge(record, summary, limits):
@@ -145,11 +261,12 @@ def _check_layer(layer: Layer, limits: Limits) -> Iterator[Finding]:
                     continue
                 text = f"The {record.where()} {what}"
                 moment = (record.epoch, record.batch, record.call)
-                found = Finding(layer.name, kind, severity, text, moment, record.order)
-                first[key] = (found, 1)
+                found = Finding(layer.name, kind, severity, text, moment, record.port, record.leaf)
+                first[key] = (replace(found, order=record.order), 1)
     for finding, times in first.values():
         more = f"; the same in {times - 1} later records" if times > 1 else ""
-        yield replace(finding, text=f"{finding.text}{more}.")
+        always = times == records[finding.port, finding.leaf]
+        yield replace(finding, text=f"{finding.text}{more}.", always=always)
 
 
 def _doubtful(series: Series, limits: Limits) -> NDArray[np.bool_]:
@@ -176,7 +293,9 @@ def _still(series: Series) -> Iterator[Finding]:
     place = f"{port}{' ' + series.leaf if series.leaf else ''} of '{series.layer}'"
     text = f"The {place} is zero at all {steps} moments: {_STILL[port]}."
     moment = (first.epoch, first.batch, first.call)
-    yield Finding(series.layer, "dead", "warning", text, moment, first.order)
+    yield Finding(
+        series.layer, "dead", "warning", text, moment, port, series.leaf, order=first.order
+    )
 
 
 def _judge(
