@@ -17,20 +17,20 @@ from tensortap.reporting.layer_comparison import layer_screen
 
 # What must be said of each bug: the kind of the first cause, and words of its text.
 EXPECTED = {
-    "wrong scale": ("tokens", "tokens from 1 on (of 24)"),  # the first token sees itself alone
+    "wrong scale": ("scale", "the scores have the scale 0.01563 instead of 0.25"),
     "transposed weight": ("noise", "nothing simple fits"),
     "dropped bias": ("bias", "a constant for each channel"),
     "wrong eps": ("factors", "a factor for each token"),
     "wrong eps of an RMSNorm": ("factors", "a factor for each token"),
-    "mean not subtracted": ("noise", "nothing simple fits"),
+    "mean not subtracted": ("affine", "a factor and a constant for each token"),
     "head order": ("permutation", "heads in another order: 1, 0, 2, 3 (of width 16)"),
     "a head negated": ("sign", "channels 0 to 15 (of 64) with the sign turned"),
-    "mask one ahead": ("tokens", "tokens up to 22 (of 24)"),
-    "mask one behind": ("tokens", "tokens from 1 on (of 24)"),
+    "mask one ahead": ("mask", "the causal mask is off by 1: each token sees 1 ahead"),
+    "mask one behind": ("tokens", "all tokens but the first (of 24)"),
     "positions off by one": ("offset", "what it adds off by 1 token"),
     "rotary positions off by one": ("noise", "nothing simple fits"),
-    "wrong rotary base": ("tokens", "tokens from 1 on (of 24)"),
-    "wrong rotary pairing": ("tokens", "tokens from 1 on (of 24)"),
+    "wrong rotary base": ("tokens", "all tokens but the first (of 24)"),
+    "wrong rotary pairing": ("tokens", "all tokens but the first (of 24)"),
     "saturated channel": ("saturation", "channel 5 of 64 alone: candidate clamped at ±0.2"),
     "one bad token": ("tokens", "token 9 of sample 0 alone: output = 1.3 x reference"),
     "two tokens swapped": ("permutation", "tokens 11 and 12 (of 24) swapped"),
@@ -39,8 +39,11 @@ EXPECTED = {
     "2 % gain": ("factor", "output = 1.02 x reference"),
     "swapped q and k": ("noise", "nothing simple fits"),
     "missing residual": ("residual", "output = reference - the layer's input"),
-    "wrong activation": ("function", "a function of the layer's input, element by element"),
-    "approximate activation": ("function", "a function of the layer's input, element by element"),
+    "wrong activation": (
+        "function",
+        "output = silu(the layer's input), where the",
+    ),
+    "approximate activation": ("function", "output = gelu_tanh(the layer's input), where the"),
     "stale cache": ("tokens", "the last token (of 24) alone"),
     "row never loaded": ("channels", "channel 7 of 256 alone"),
     "another block's weights": ("noise", "nothing simple fits"),
@@ -117,7 +120,7 @@ def test_it_stands_under_the_answer(recorded: Record) -> None:
     lines = str(result).splitlines()
     at = next(n for n, line in enumerate(lines) if line.startswith("First divergence at"))
     assert "  explains 100 % of the error: output = 1.02 x reference" in lines[at:]
-    assert "explains" not in "\n".join(lines[:at])
+    assert not any(line.startswith("  explains") for line in lines[:at])
 
 
 def test_it_stands_on_the_layers_screen(recorded: Record) -> None:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .fits import Fit, Floats, factor_words, number_words, range_words, ranges
 from .pairs import Pairs, Sums
 
-__all__ = ["affine", "bias", "factor", "factors", "shift", "sign", "signs"]
+__all__ = [
+    "affine",
+    "affines",
+    "bias",
+    "factor",
+    "factors",
+    "positions",
+    "shift",
+    "sign",
+    "signs",
+]
 
 _SIGN = 0.02  # how far from -1 a factor may be to be a sign
 _SIMPLE = 0.1  # what a hypothesis with one or two numbers may leave
 _CONSTANTS = 0.05  # what a constant for each place may leave: a mean over tokens is in much
+_EACH = 8  # values of a place, at least, on average, for two numbers
+_ALL = 4  # so many numbers are all said
+_SAME = 1e-5  # what may differ of what is the same in all samples
 _MANY = 0.2  # what a factor for each place may leave
 
 
@@ -111,7 +126,7 @@ def signs(pairs: Pairs, axis: int) -> Fit | None:
     name = pairs.axes[axis]
     many = "s" if len(places) > 1 else ""
     text = f"{name}{many} {ranges(places)} (of {pairs.sizes[axis]}) with the sign turned"
-    details = {"axis": axis, f"{name}s": places[:256]}
+    details = {"axis": pairs.axis_given(axis), f"{name}s": places[:256]}
     return Fit("sign", float(rest), float(rest), text, 1.5, 0.1, details=details)
 
 
@@ -129,14 +144,71 @@ def bias(pairs: Pairs) -> list[Fit]:
         if adjusted > _CONSTANTS + pairs.noise:
             continue
         name = pairs.axes[axis]
-        about = "the same in all tokens (a bias missing, doubled or another)"
+        about = f"the same in all {pairs.row_name}s (a bias missing, doubled or another)"
         if name != "channel":
             about = "the same in all else"
         text = f"a constant for each {name}, {about}: {range_words(b)}"
-        details = {"axis": axis, "per": name, "constants": b[:256].tolist()}
+        details = {"axis": pairs.axis_given(axis), "per": name, "constants": b[:256].tolist()}
         cost = 3.0 if name == "channel" else 3.5
         found.append(Fit("bias", rest, adjusted, text, cost, _CONSTANTS, details=details))
     return found
+
+
+def positions(pairs: Pairs) -> list[Fit]:
+    """A difference that is the same in all samples, though the samples are not."""
+    if "sample" not in pairs.axes or pairs.energy <= 0 or len(pairs.shape) < 3:
+        return []
+    axis = pairs.axes.index("sample")
+    if pairs.shape[axis] < 2 or pairs.finite is not None:
+        return []
+    r, d = pairs.reference, pairs.difference
+    own = float((r - r.mean(axis, keepdim=True)).square().sum())
+    rest = float((d - d.mean(axis, keepdim=True)).square().sum()) / pairs.energy
+    if own < 0.01 * float(r.square().sum()) or rest > _SAME + min(0.1, 2 * pairs.noise):
+        return []
+    text = "the difference is the same in all samples: what is added is lost or another, and does "
+    text += "not depend on them, as a table of positions"
+    return [Fit("positions", rest, rest, text, 4.2, _SIMPLE, details={"axis": axis})]
+
+
+def affines(pairs: Pairs) -> list[Fit]:
+    """A factor and a constant for each channel, and for each row."""
+    found = []
+    for s, name in ((pairs.along(-1), "channel"), (pairs.rows(), pairs.row_name)):
+        if len(s.n) < 2 or pairs.energy <= 0 or s.n.sum() < _EACH * len(s.n):
+            continue
+        n = s.n.clip(1)
+        spread = s.rr - s.r**2 / n
+        varies = spread > 1e-12 * s.rr
+        moved = np.where(varies, s.dr - s.d * s.r / n, 0.0)
+        gain = moved / np.where(varies, spread, 1.0)
+        rest = float((s.dd - s.d**2 / n - gain * moved).clip(0).sum()) / pairs.energy
+        chance = s.chance_of_constants() + s.chance_of_factors()
+        adjusted = pairs.adjusted(_believed(rest, pairs, s), chance)
+        if adjusted > _CONSTANTS + pairs.noise:
+            continue
+        b, a = pairs.naturals((s.d - gain * s.r) / n), 1 + gain
+        details = {"per": name, "factors": a[:256].tolist(), "constants": b[:256].tolist()}
+        text = f"a factor and a constant for each {name}: {_each(a, factor_words)} x reference + "
+        text += f"{_each(b)}{_norm_words(pairs, name)}"
+        found.append(Fit("affine", rest, adjusted, text, 4.0, _CONSTANTS, details=details))
+    return found
+
+
+def _each(values: Floats, words: Callable[[float], str] = number_words) -> str:
+    """Some values, or from the least to the greatest of many."""
+    if len(values) > _ALL:
+        return f"({range_words(values, words)})"
+    return f"({', '.join(words(float(value)) for value in values)})"
+
+
+def _norm_words(pairs: Pairs, name: str) -> str:
+    """What makes such an error."""
+    if name != "channel":
+        return " (as a norm makes of another mean and spread)"
+    if len(pairs.along(-1).n) <= _ALL:
+        return " (as a mean and a spread that are not applied, or others)"
+    return " (as a norm makes with other statistics, or without its weights)"
 
 
 def factors(pairs: Pairs) -> list[Fit]:
@@ -144,10 +216,10 @@ def factors(pairs: Pairs) -> list[Fit]:
     found = []
     for axis in range(len(pairs.shape)):
         name = pairs.axes[axis]
-        if name not in ("token", "sample") and pairs.shape[axis] > 1:
+        if name not in ("token", "sample", "row", "column", "plane") and pairs.shape[axis] > 1:
             found.append(_factors(pairs, pairs.along(axis), name))
     if len(pairs.rows().n) > 1:
-        found.append(_factors(pairs, pairs.rows(), "token"))
+        found.append(_factors(pairs, pairs.rows(), pairs.row_name))
     good = [fit for fit in found if fit is not None]
     return [fit for fit in good if not any(_fewer(other, fit) for other in good)]
 

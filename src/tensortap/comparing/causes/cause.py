@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..results import number
 
-__all__ = ["Cause"]
+__all__ = ["Cause", "say_little", "share_words"]
+
+
+_LITTLE = ("noise", "tokens", "channels", "heads", "samples", "places")
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Cause:
     details: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
-        if self.kind in ("noise", "not finite"):
+        if self.kind in ("noise", "not finite", "shape", "missing") or "argument" in self.details:
             return self.text
         return f"explains {share_words(self.explains)} of the error: {self.text}"
 
@@ -36,6 +40,11 @@ class Cause:
             "text": self.text,
             "details": self.details,
         }
+
+
+def say_little(causes: Sequence[Cause]) -> bool:
+    """Whether causes say no more than where an error is, or nothing at all."""
+    return not causes or (causes[0].kind in _LITTLE and "within" not in causes[0].details)
 
 
 def share_words(share: float) -> str:

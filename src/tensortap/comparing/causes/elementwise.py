@@ -13,6 +13,7 @@ _MOST = 1 << 16  # elements that are sorted
 _EACH = 8  # elements in a bin, at least
 _BINS = 512
 _LEFT = 0.05
+_STEEP = 2e-3  # what a steep curve may leave of its lines
 
 
 def function(pairs: Pairs) -> Fit | None:
@@ -28,22 +29,50 @@ def function(pairs: Pairs) -> Fit | None:
     for name, given in (("layer's input", pairs.input), ("reference", pairs.reference)):
         if given is None:
             continue
-        left, bins = _left(given.reshape(-1)[::step], d)
-        # A small candidate leaves a difference that is the reference, and a function of it.
-        most = max(left, left * pairs.energy / float(pairs.candidate.square().sum() + 1e-300))
-        adjusted = min(1.0, most * len(d) / max(1, len(d) - bins))
+        left, adjusted = _fitted(given.reshape(-1)[::step], d, pairs, pairs.candidate)
         if adjusted <= _LEFT + pairs.noise:
             text = f"a function of the {name}, element by element (as another activation makes)"
             return Fit("function", left, adjusted, text, 3.5, _LEFT, details={"of": name})
     return None
 
 
-def _left(values: Tensor, d: Tensor) -> tuple[float, int]:
-    """The part of d² that the means of neighbours leave, and how many means there are."""
+def _fitted(values: Tensor, d: Tensor, pairs: Pairs, side: Tensor) -> tuple[float, float]:
+    """What a function of these values leaves, and the same so that noise leaves all of itself."""
+    options = []
+    for sloped in (False, True):
+        left, free = _left(values, d, sloped=sloped)
+        if sloped and (left > _STEEP or _massive(d)):
+            continue  # a line through few neighbours takes all of what one massive value makes
+        # A small side leaves a difference that is the other one, and a function of it; so does one
+        # that has nothing to do with the other.
+        size = float((side - side.mean()).square().sum() + 1e-300)
+        most = max(left, left * pairs.energy / size)
+        options.append((left, min(1.0, most * len(d) / max(1, len(d) - free))))
+    return min(options, key=lambda option: option[1])
+
+
+def _massive(d: Tensor) -> bool:
+    """Whether a few values hold most of the error."""
+    energy = d.square()
+    most = energy.topk(max(1, len(d) // 32)).values
+    return float(most.sum()) > 0.5 * float(energy.sum())
+
+
+def _left(values: Tensor, d: Tensor, *, sloped: bool) -> tuple[float, int]:
+    """The part of d² that is left by neighbours' means, or by a line through them.
+
+    Also how many numbers were fitted.
+    """
     bins = min(_BINS, len(d) // _EACH)
     order = values.argsort()
     whole = len(d) // bins * bins
-    rows = d[order[:whole]].reshape(bins, -1)
+    rows, at = (side[order[:whole]].reshape(bins, -1) for side in (d, values))
     total = float(rows.square().sum())
-    rest = float((rows - rows.mean(1, keepdim=True)).square().sum())
-    return (rest / total if total > 0 else 1.0), bins
+    rest = rows - rows.mean(1, keepdim=True)
+    if sloped:
+        x = at - at.mean(1, keepdim=True)
+        size = x.square().sum(1, keepdim=True)
+        slope = (x * rest).sum(1, keepdim=True) / size.clamp_min(1e-300)
+        rest = rest - slope * x
+    left = float(rest.square().sum())
+    return (left / total if total > 0 else 1.0), bins * (2 if sloped else 1)

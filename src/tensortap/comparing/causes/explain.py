@@ -10,18 +10,27 @@ import numpy as np
 from torch import Tensor
 
 from ...numerics.pairs import check_pair
-from .affine import affine, bias, factor, factors, shift, sign
+from .affine import affine, affines, bias, factor, factors, positions, shift, sign
+from .attention import attention
+from .capped import activated, dropout, soft_cap
 from .cause import Cause
 from .elementwise import function
 from .fits import Fit
 from .formats import rounding, saturation
+from .formulas import formula
 from .grids import grid
 from .inputs import branch, residual, skipped
 from .layouts import offset, offset_of_added, transpose
+from .lookup import lookup
+from .near import Near
 from .noise import noise, not_finite
 from .order import orders
 from .pairs import Pairs, prepared
 from .places import Region, region_fit, regions
+from .probabilities import probabilities
+from .reductions import reduction
+from .rotary import rotary
+from .sums import gated, summed, ungated
 
 __all__ = ["explain"]
 
@@ -34,26 +43,39 @@ _OWN_NAME = ("sign", "saturation")
 
 
 def explain(
-    reference: Tensor, candidate: Tensor, *, floor: float = 0.0, input: Tensor | None = None
+    reference: Tensor,
+    candidate: Tensor,
+    *,
+    floor: float = 0.0,
+    input: Tensor | None = None,
+    axes: Sequence[str] = (),
+    near: Sequence[Near] = (),
 ) -> tuple[Cause, ...]:
     """What made the difference of two tensors of one shape, best first, at most three.
 
     `floor` is the relative L2 error that rounding explains. `input` is what the layer was given,
-    where it has the shape of the output: a missing residual shows by it. Nothing is said where
+    where it has the shape of the output: a missing residual shows by it. `axes` are the names of
+    the axes, where they are not the usual ones (`sample`, `channel`, `row`, `column` of a
+    convolution). `near` are tensors of the reference that were made before. Nothing is said where
     there is no difference; where no hypothesis fits, a cause of the kind `noise` says that.
     """
     check_pair(reference, candidate)
     if not reference.numel():
         return ()
     with np.errstate(all="ignore"):
-        return _explained(reference, candidate, floor, input)
+        return _explained(reference, candidate, floor, input, axes, near)
 
 
 def _explained(
-    reference: Tensor, candidate: Tensor, floor: float, input: Tensor | None
+    reference: Tensor,
+    candidate: Tensor,
+    floor: float,
+    input: Tensor | None,
+    axes: Sequence[str],
+    near: Sequence[Near],
 ) -> tuple[Cause, ...]:
     floor = floor if math.isfinite(floor) and floor > 0 else 0.0
-    pairs, found = prepared(reference, candidate, floor, input)
+    pairs, found = prepared(reference, candidate, floor, input, axes)
     odd = not_finite(pairs, found)
     said = () if odd is None else (odd,)
     if not float(found.tokens[:, 0].sum()) > 0:
@@ -61,7 +83,16 @@ def _explained(
     if not 0 < pairs.energy < math.inf or not math.isfinite(float(pairs.total.rr[0])):
         return said or (noise(pairs, found),)
     region = regions(pairs, found)
+    known = _nothing_left(pairs) or probabilities(pairs)
+    for made_of in (lookup, formula, reduction, attention):
+        known = known or made_of(pairs, near)
+        if known is not None:
+            return (*said, _cause(known, pairs))
+    tables = rotary(pairs)
+    if tables is not None:
+        return (*said, _cause(tables, pairs))
     fits = list(_fits(pairs))
+    fits += [fit for made in (summed, gated, ungated) if (fit := made(pairs, near)) is not None]
     if region is not None:
         fits.append(_inside(pairs, region))
     chosen = _chosen(fits, pairs)
@@ -70,19 +101,26 @@ def _explained(
     return (*said, *(_cause(fit, pairs) for fit in chosen))[:_MOST]
 
 
+def _nothing_left(pairs: Pairs) -> Fit | None:
+    """A candidate that is zero all over: whatever else it looks like, that is what it is."""
+    whole = pairs.whole
+    return factor(pairs) if whole is not None and not bool(whole[1].any()) else None
+
+
 def _fits(pairs: Pairs) -> Iterator[Fit]:
     """What was done to the whole tensor, from the simplest hypothesis on.
 
     Once one leaves nothing, those that ask for more belief have nothing to add.
     """
     single = (factor, shift, residual, skipped, rounding, offset, offset_of_added, saturation)
-    for hypothesis in (*single, branch, grid, sign, transpose, affine):
+    bent = (dropout, soft_cap, activated)
+    for hypothesis in (*single, *bent, branch, grid, sign, transpose, affine):
         fit = hypothesis(pairs)
         if fit is not None:
             yield fit
             if _rest(fit, pairs) <= _NOTHING and not fit.place:
                 return
-    for several in (orders, bias, factors):
+    for several in (orders, bias, positions, factors, affines):
         yield from several(pairs)
     last = function(pairs)
     if last is not None:

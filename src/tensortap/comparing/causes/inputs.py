@@ -55,5 +55,8 @@ def skipped(pairs: Pairs) -> Fit | None:
     if pairs.input is None or pairs.energy <= 0:
         return None
     left = pairs.left(pairs.input)
-    text = "output = the layer's input: the layer did nothing"
+    text = (
+        "output = the layer's input: the layer did nothing (it was skipped, or its statistics and "
+        "scales were never loaded)"
+    )
     return Fit("skipped", left, left, text, 1.0, 0.05)

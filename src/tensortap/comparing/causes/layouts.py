@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .fits import Fit
-from .pairs import Pairs, Whole
+from .pairs import Pairs
 
 __all__ = ["offset", "offset_of_added", "transpose"]
 
@@ -54,8 +54,9 @@ def transpose(pairs: Pairs) -> Fit | None:
     if pairs.energy <= 0 or pairs.count < 8 or pairs.whole is None:
         return None
     best: tuple[float, _Reading] | None = None
-    probes = _Probes(pairs.whole, _PROBES)
-    for reading in _readings(pairs.sizes):
+    reference, candidate = (pairs.as_given(side) for side in pairs.whole[:2])
+    probes = _Probes(reference, candidate, _PROBES)
+    for reading in _readings(tuple(reference.shape)):
         left = probes.left(reading)
         if left < 0.5 and (best is None or left < 0.5 * best[0]):
             best = (left, reading)
@@ -63,9 +64,9 @@ def transpose(pairs: Pairs) -> Fit | None:
         return None
     reading = best[1]
     if pairs.sampled:
-        left = _Probes(pairs.whole, _MANY_PROBES).left(reading)
+        left = _Probes(reference, candidate, _MANY_PROBES).left(reading)
     else:
-        left = pairs.left(reading.apply(pairs.reference))
+        left = pairs.left(pairs.as_here(reading.apply(pairs.as_given(pairs.reference))))
     details = {"shape": list(reading.shape), "axes": list(reading.axes)}
     return Fit("transpose", left, left, reading.text, 1.5, _LEFT, details=details)
 
@@ -73,8 +74,8 @@ def transpose(pairs: Pairs) -> Fit | None:
 class _Probes:
     """Places drawn from all of a tensor, and what both sides hold there."""
 
-    def __init__(self, sides: Whole, most: int) -> None:
-        self.reference, candidate = sides[:2]
+    def __init__(self, reference: Tensor, candidate: Tensor, most: int) -> None:
+        self.reference = reference
         count = candidate.numel()
         generator = torch.Generator().manual_seed(0)
         self.places = (

@@ -31,7 +31,7 @@ def noise(pairs: Pairs, found: Profile) -> Cause:
             f"({pairs.floor:.2g})"
         )
     else:
-        spread = _spread(found)
+        spread = _spread(found, pairs.row_name)
         text = f"nothing simple fits: the error has no structure that we know ({about}{spread})"
     return Cause("noise", 0.0, text, {"size": size if math.isfinite(size) else None})
 
@@ -41,10 +41,10 @@ def _ratio(table: Floats) -> float:
     return float(table[:, 0].sum()) / size if size > 0 else math.inf
 
 
-def _spread(found: Profile) -> str:
+def _spread(found: Profile, row: str) -> str:
     """Over what the error is spread, beside the sizes of the values."""
     words: dict[bool, list[str]] = {True: [], False: []}
-    for name, table in (("tokens", found.tokens), ("channels", found.channels)):
+    for name, table in ((f"{row}s", found.tokens), ("channels", found.channels)):
         if len(table) > 1:
             words[_even(table)].append(name)
     parts = [
@@ -72,7 +72,7 @@ def not_finite(pairs: Pairs, found: Profile) -> Cause | None:
         return None
     where = []
     if len(found.tokens) > 1:
-        where.append(_token_words(np.flatnonzero(found.tokens[:, 3] > 0), found.shape))
+        where.append(_row_words(np.flatnonzero(found.tokens[:, 3] > 0), found.shape, pairs.axes))
     channels = np.flatnonzero(found.channels[:, 3] > 0).tolist()
     if len(found.channels) > 1:
         where.append(f"channel{'s' if len(channels) > 1 else ''} {ranges(channels)}")
@@ -101,12 +101,15 @@ def _kinds(pairs: Pairs) -> tuple[str, str]:
     return what, about
 
 
-def _token_words(rows: Sequence[int] | np.ndarray, shape: tuple[int, ...]) -> str:
-    """Rows as tokens and samples."""
+def _row_words(
+    rows: Sequence[int] | np.ndarray, shape: tuple[int, ...], axes: Sequence[str]
+) -> str:
+    """Rows as places of each axis: tokens of samples, columns of rows of samples."""
     index = [tuple(int(i) for i in np.unravel_index(int(row), shape)) for row in rows]
-    tokens = sorted({place[-1] for place in index})
-    words = f"token{'s' if len(tokens) > 1 else ''} {ranges(tokens)}"
-    if len(shape) > 1 and shape[0] > 1:
-        samples = sorted({place[0] for place in index})
-        words += f" of sample{'s' if len(samples) > 1 else ''} {ranges(samples)}"
-    return words
+    words = []
+    for axis in range(len(shape) - 1, -1, -1):
+        many = shape[axis] > 1 or axis == len(shape) - 1
+        if many:
+            places = sorted({place[axis] for place in index})
+            words.append(f"{axes[axis]}{'s' if len(places) > 1 else ''} {ranges(places)}")
+    return " of ".join(words)

@@ -87,7 +87,12 @@ def _order(pairs: Pairs, axis: int) -> Fit | None:
     if left > _LEFT + pairs.noise:
         return None
     name = pairs.axes[axis]
-    details = {"of": f"{name}s", "axis": axis, "order": order[:256], "moved": len(moved)}
+    details = {
+        "of": f"{name}s",
+        "axis": pairs.axis_given(axis),
+        "order": order[:256],
+        "moved": len(moved),
+    }
     rolled = _rolled(order)
     if rolled:
         details["roll"] = rolled

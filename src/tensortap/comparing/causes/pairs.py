@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...numerics.profile import Profile, profile
+from .axes import usual_axes
 from .fits import Floats
 from .sample import LIMIT, Places, chosen, exponent_of, limited, scaled, taken
 
@@ -56,7 +57,8 @@ class Pairs:
     `axes` are the names of the axes, `places` and `sizes` say which part of the whole is here.
     `floor` is the relative error that rounding explains; `raw` are both sides with what is not
     finite in them, where there is any. `whole` are both sides and the input as they were given, and
-    `found` their profile. All values are times 2^-exponent: `natural` gives them back.
+    `found` their profile. All values are times 2^-exponent: `natural` gives them back. Channels
+    are the last axis here, wherever they were given: `order` says which axis each of these was.
     """
 
     reference: Tensor
@@ -73,6 +75,7 @@ class Pairs:
     raw: tuple[Tensor, Tensor] | None = None
     whole: Whole | None = None
     found: Profile | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,6 +88,11 @@ class Pairs:
     @property
     def sampled(self) -> bool:
         return self.shape != self.sizes
+
+    @property
+    def row_name(self) -> str:
+        """What a place of all axes but the channels is called."""
+        return "token" if self.axes[-2] == "token" else "place"
 
     def natural(self, value: float) -> float:
         """A fitted value in the unit of the tensors."""
@@ -101,6 +109,25 @@ class Pairs:
         """Where in the whole a place of an axis stands."""
         some = self.places[axis]
         return index if some is None else int(some[index])
+
+    @property
+    def given_shape(self) -> tuple[int, ...]:
+        """The shape of the whole with its axes as they were given."""
+        if not self.order:
+            return self.sizes
+        return tuple(self.sizes[axis] for axis in _inverse(self.order))
+
+    def axis_given(self, axis: int) -> int:
+        """Which axis of the tensors as they were given this is."""
+        return self.order[axis] if self.order else axis
+
+    def as_given(self, tensor: Tensor) -> Tensor:
+        """A tensor of these axes with its axes as they were given."""
+        return tensor.permute(_inverse(self.order)) if self.order else tensor
+
+    def as_here(self, tensor: Tensor) -> Tensor:
+        """A tensor whose axes are as they were given, with the channels last."""
+        return tensor.permute(self.order) if self.order else tensor
 
     def with_all_of(self, axis: int) -> Pairs:
         """Another part, in which no place of an axis is missing; the same where it is too long."""
@@ -231,13 +258,22 @@ class Pairs:
         made = _values(whole, places)
         sizes = tuple(made["reference"].shape)
         every = (None,) * len(sizes)
-        return replace(self, axes=axes, places=every, sizes=sizes, whole=None, found=None, **made)
+        return replace(
+            self, axes=axes, places=every, sizes=sizes, whole=None, found=None, order=(), **made
+        )
 
 
 def prepared(
-    reference: Tensor, candidate: Tensor, floor: float, given: Tensor | None
+    reference: Tensor,
+    candidate: Tensor,
+    floor: float,
+    given: Tensor | None,
+    layout: Sequence[str] = (),
 ) -> tuple[Pairs, Profile]:
-    """Both sides ready for fitting, and the profile of the whole of them."""
+    """Both sides ready for fitting, and the profile of the whole of them.
+
+    `layout` names their axes; without it the usual ones are taken.
+    """
     dtypes = (reference.dtype, candidate.dtype)
     if given is not None and (given.shape != reference.shape or given.is_complex()):
         given = None
@@ -248,16 +284,22 @@ def prepared(
     while reference.dim() < 2:
         reference, candidate = reference.unsqueeze(0), candidate.unsqueeze(0)
         given = None if given is None else given.unsqueeze(0)
+    if not layout or names or reference.dim() != len(layout):
+        layout = (*names, *usual_axes(reference.dim() - len(names)))
+    order = _channels_last(layout)
+    if order:
+        reference, candidate = reference.permute(order), candidate.permute(order)
+        given = None if given is None else given.permute(order)
+        layout = [layout[axis] for axis in order]
     exponent = exponent_of(reference, candidate)
     reference, candidate = (scaled(side, exponent) for side in (reference, candidate))
     given = None if given is None else scaled(given, exponent)
     found = profile(reference, candidate)
     assert found is not None
     sizes = tuple(reference.shape)
-    axes = (*names, *_names(len(sizes) - len(names)))
     places, whole = chosen(sizes, found), (reference, candidate, given)
     made = Pairs(
-        axes=axes,
+        axes=tuple(layout),
         places=places,
         sizes=sizes,
         floor=floor,
@@ -265,6 +307,7 @@ def prepared(
         exponent=exponent,
         whole=whole,
         found=found,
+        order=order,
         **_values(whole, places),
     )
     return made, found
@@ -298,9 +341,13 @@ def _parts(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()).movedim(-1, 0)
 
 
-def _names(axes: int) -> tuple[str, ...]:
-    """What the axes are called: the last are channels, before it tokens, the first samples."""
-    if axes <= 2:
-        return ("token", "channel")[-axes:]
-    middle = ("head",) if axes == 4 else tuple(f"place of axis {a}" for a in range(1, axes - 2))
-    return ("sample", *middle, "token", "channel")
+def _channels_last(layout: Sequence[str]) -> tuple[int, ...]:
+    """The order of axes in which the channels are last; empty where they are."""
+    if "channel" not in layout or layout[-1] == "channel":
+        return ()
+    at = list(layout).index("channel")
+    return (*range(at), *range(at + 1, len(layout)), at)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [list(order).index(axis) for axis in range(len(order))]

@@ -30,6 +30,7 @@ _FEW = 0.05  # of the places
 _ENOUGH = 16  # elements outside; fewer may be right by chance
 _MANY = 1024  # elements in all; of fewer a few may be large by chance
 _LONG = 1 << 16  # places; on a longer axis a quarter must hold the error, or none is sought
+_SCORES = "what looks at other tokens went wrong (scores, positions, a mask or a state)"
 _NOTEWORTHY = 4  # so many places may always be few, if they are a quarter at most
 
 
@@ -66,7 +67,7 @@ def regions(pairs: Pairs, found: Profile) -> Region | None:
         for axis, chosen in reversed(named)
     ]
     text = " of ".join(words)
-    if " from " not in text and " up to " not in text:
+    if not any(words in text for words in (" from ", " up to ", "all tokens but")):
         text += " alone"
     return Region(tuple(sets), share, _kind(pairs.axes, pairs.sizes, sets), text)
 
@@ -265,6 +266,8 @@ def place_words(name: str, places: Sequence[int], size: int, *, sized: bool = Tr
             return f"{name} {first}{f' of {size}' if sized else ''}"
     elif ordered and run and last == size - 1:
         text = f"tokens from {first} on"
+        if first == 1 and sized:
+            return f"all tokens but the first (of {size}), which has none before it: {_SCORES}"
     elif ordered and run and first == 0:
         text = f"tokens up to {last}"
     else:
