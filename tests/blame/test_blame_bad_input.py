@@ -17,7 +17,8 @@ def path(tmp_path: Path) -> str:
     return recorded(tmp_path / "ref", make(Chain), batch())
 
 
-def test_a_model_needs_inputs(path: str) -> None:
+def test_a_model_needs_inputs(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "blocks", make(Chain), batch(), layers="blocks")
     with pytest.raises(tap.TapError, match="give the inputs that the reference was recorded with"):
         tap.blame(path, make(Chain))
 
@@ -60,7 +61,7 @@ def test_other_inputs_are_refused_or_warned_about(path: str, tmp_path: Path) -> 
 def test_options_of_a_wrong_kind(path: str) -> None:
     with pytest.raises(tap.TapError, match="layers must be a pattern"):
         tap.blame(path, make(Chain), batch(), layers=3)  # type: ignore[arg-type]
-    with pytest.raises(tap.TapError, match="budget must be a number of bytes"):
+    with pytest.raises(tap.TapError, match=r"budget: .a. is no size"):
         tap.blame(path, make(Chain), batch(), budget="a")  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ from ...taps.patching import leaves_of, leaves_of_call, put_call
 __all__ = ["mark_ours", "run_alone", "runs_alone"]
 
 _OURS = "_tensortap_blame"
+_LISTENING = tuple(f"{__name__.partition('.')[0]}.{part}." for part in ("taps", "monitoring"))
 
 
 def mark_ours(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,12 +51,17 @@ def run_alone(
     return None
 
 
+def _listens(hook: Any) -> bool:
+    """Whether a hook is a recorder's, which would take the trial for a call of the layer."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_LISTENING)
+
+
 def _after_hooks(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the user's own hooks make of the arguments: a quantiser may be one."""
     for number, hook in module._forward_pre_hooks.items():
-        if hasattr(hook, _OURS):
+        if hasattr(hook, _OURS) or _listens(hook):
             continue
         if number in module._forward_pre_hooks_with_kwargs:
             changed = hook(module, args, kwargs)

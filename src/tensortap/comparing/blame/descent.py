@@ -14,19 +14,24 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...errors import TapError
 from ...taps.patching import leaves_of
-from ..causes import Cause, explain
+from ..causes import Cause
+from ..causes.cause import say_little
+from .explaining import Wrong, explained
+from .inside import FirstWrong
 from .levels import children_of
 from .one_layer import OneLayer
 from .results import BlamedLayer
 from .shares import Baggage, Shares
-from .stage import Final, Stage
+from .stage import Final, Put, Stage
 from .trace import first_float
 from .verdict import LEAST, MOST, stands_out
 
 __all__ = ["Descent", "Found"]
 
 _SAME = 1e-3  # of the error that is looked for: a layer run alone must do what it does in the model
+_PART = 0.05  # of the culprit's own error: what is wrong inside of it is not much smaller
 
 
 @dataclass
@@ -97,6 +102,8 @@ class Descent:
                 layer=top.layer,
                 captured=baggage.calls,
                 feeding=self.stage.feeding,
+                touched=self.stage.touched,
+                routers=self.stage.routers,
                 scale=_size(baggage, leaf),
             )
             total = 0.0
@@ -173,26 +180,61 @@ class Descent:
         found.culprit = path[0] if path[0].clear else None
 
     def _explain(self, found: Found, culprit: BlamedLayer, inside: Shares) -> None:
-        """What the culprit does to good inputs, in the words of simple hypotheses."""
-        floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
+        """What the culprit does to good inputs, in the words of simple hypotheses.
+
+        Where it holds others, the first tensor inside that is wrong is nearer to what happened.
+        """
         ran = inside if inside.has_run(culprit.layer) else self.shares
+        outer = self._of_output(culprit, ran)
+        first = self._first_inside(culprit, ran)
+        inner = () if first is None else self._of_tensor(culprit, first)
+        sides = (inner, outer) if not say_little(inner) else (outer, inner)
+        found.causes = next((side for side in sides if side and side[0].kind != "noise"), outer)
+
+    def _of_output(self, culprit: BlamedLayer, ran: Shares) -> tuple[Cause, ...]:
+        floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
         for batch, call, leaves in ran.baggage(culprit.layer).outputs:
             records = self.stage.known.at(culprit.layer, "output", batch, call)
             for leaf, tensor in leaves.items():
                 reference = records[leaf].tensor()
-                same = reference.shape == tensor.shape and tensor.is_floating_point()
-                if same and not torch.equal(reference.to(tensor), tensor):
-                    given = self._input(culprit.layer, batch, call, tuple(tensor.shape))
-                    found.causes = explain(reference, tensor, floor=floor, input=given)
-                    return
+                reshaped = reference.shape != tensor.shape
+                if not tensor.is_floating_point():
+                    continue
+                if reshaped or not torch.equal(reference.to(tensor), tensor):
+                    wrong = Wrong(culprit.layer, batch, call, records[leaf], tensor)
+                    return explained(self.stage.known, wrong, floor)
+        return ()
 
-    def _input(
-        self, layer: str, batch: int, call: int, shape: tuple[int, ...]
-    ) -> torch.Tensor | None:
-        for record in self.stage.known.at(layer, "input", batch, call).values():
-            if record.shape == shape and record.dtype.startswith(("float", "bfloat")):
-                return record.tensor()
-        return None
+    def _first_inside(self, culprit: BlamedLayer, ran: Shares) -> Wrong | None:
+        """The first tensor at a layer inside the culprit that is not the reference's."""
+        inner = [
+            name
+            for name in self.shares.trace.outputs
+            if name.startswith(f"{culprit.layer}.") and name in ran.stage.modules
+        ]
+        if not culprit.layer or not inner or not self.may_run(1):
+            return None
+        made = 0.0 if math.isnan(culprit.made_here) else culprit.made_here
+        floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
+        watcher = FirstWrong(max(4 * floor, _PART * min(1.0, made)))
+        try:
+            ran.stage.run([Put(culprit.layer, "input")], dict.fromkeys(inner, watcher))
+        except TapError:
+            return None
+        return watcher.found
+
+    def _of_tensor(self, culprit: BlamedLayer, first: Wrong) -> tuple[Cause, ...]:
+        floor = 0.0 if math.isnan(culprit.floor) else culprit.floor
+        causes = explained(self.stage.known, first, floor)
+        where = f"of the {first.record.port} of {first.layer}"
+        return tuple(
+            replace(
+                cause,
+                text=f"{where}: {cause.text}",
+                details={**cause.details, "layer": first.layer, "port": first.record.port},
+            )
+            for cause in causes
+        )
 
 
 class _Outputs:

@@ -1,4 +1,4 @@
-"""The output whose error is explained: which it is, how large, and what a floor run makes of it."""
+"""The output whose error is explained: which it is, and how large."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...errors import OptionError
 from ...numerics.difference import difference
 from ...recording.reader import Record, Recording
 from .reference import Known
-from .stage import Final, measured, squares
+from .stage import Final
 
-__all__ = ["choose_final", "floor_error", "norm_of", "relative"]
+__all__ = ["choose_final", "norm_of", "other_finals", "relative"]
 
 
 def choose_final(
@@ -20,6 +20,8 @@ def choose_final(
     """The layer and leaf whose error is explained."""
     if wanted is not None:
         wanted = "" if wanted == "(root)" else wanted
+        back = {ours: theirs for theirs, ours in known.names.items()}
+        wanted = wanted if wanted in kept else back.get(wanted, wanted)
         if wanted not in kept:
             recording.resolve(wanted)
             raise OptionError(f"The candidate has no layer '{wanted}' to take as the final one.")
@@ -39,12 +41,20 @@ def choose_final(
     return Final(layer, leaf)
 
 
+def other_finals(known: Known, final: Final) -> list[Final]:
+    """The other outputs of the same layer that could be asked about."""
+    return [Final(final.layer, leaf) for leaf in _leaves(known, final.layer) if leaf != final.leaf]
+
+
 def _leaf(known: Known, layer: str) -> str | None:
     """The first floating-point output, rather one that is no mere number, as a loss is."""
+    return next(iter(_leaves(known, layer)), None)
+
+
+def _leaves(known: Known, layer: str) -> list[str]:
     records = list(known.at(layer, "output", 0, 0).values())
     floats = [r for r in records if r.dtype.startswith(("float", "bfloat"))]
-    found = next((r for r in floats if r.shape), floats[0] if floats else None)
-    return None if found is None else found.leaf
+    return [r.leaf for r in sorted(floats, key=lambda record: not record.shape)]
 
 
 def _records(known: Known, final: Final) -> list[Record]:
@@ -64,21 +74,6 @@ def norm_of(known: Known, final: Final) -> float:
         tensor = record.tensor()
         norms.append(difference(tensor, tensor, percentiles=False).row.ref_l2)
     return math.hypot(*norms)
-
-
-def floor_error(floor: Recording, known: Known, final: Final) -> float | None:
-    """The floor run's relative error at the final output; None where it lacks it."""
-    name = known.names[final.layer]
-    if name not in floor:
-        return None
-    theirs = {(r.epoch, r.batch, r.call, r.leaf): r for r in floor[name].port("output") if r.stored}
-    error, scale = 0.0, norm_of(known, final)
-    for record in _records(known, final):
-        other = theirs.get((record.epoch, record.batch, record.call, record.leaf))
-        if other is None or other.shape != record.shape:
-            return None
-        error += squares(measured(record.tensor(), other.tensor()), scale or 1.0)
-    return math.sqrt(error) if scale else None
 
 
 def relative(error: float, size: float) -> float:

@@ -8,13 +8,9 @@ from torch import nn
 
 from ...recording.schema import Structure
 from ...selection.sites import is_leaf, sites
+from ..maker import contains
 
 __all__ = ["ancestors", "children_of", "contains", "first_level", "operations"]
-
-
-def contains(outer: str, inner: str) -> bool:
-    """Whether one layer is inside another, or the same; the root contains all."""
-    return not outer or outer == inner or inner.startswith(f"{outer}.")
 
 
 def first_level(structure: Structure, known: Collection[str]) -> tuple[list[str], list[str]]:

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from ...taps.isolation import unchanged
-from ...taps.patching import cast_like, leaves_of_call, match_leaves, put_call, why_not_put
+from ...taps.patching import (
+    call_with,
+    cast_like,
+    leaves_of_call,
+    match_leaves,
+    put_call,
+    why_not_put,
+)
 from .stage import Put, Stage, copied
 
 __all__ = ["CapturedCall", "OneLayer", "capture"]
@@ -51,7 +58,7 @@ class OneLayer(Stage):
                 leaves = self._inputs(module, where, captured.call, args, kwargs)
                 more = self.absent(module, where, captured.call, args, kwargs)
                 args, kwargs = put_call(module, args, kwargs, leaves)
-                kwargs = {**kwargs, **more}
+                args, kwargs = call_with(module, args, kwargs, more)
                 torch.set_rng_state(captured.random)
                 module(*args, **kwargs)
 

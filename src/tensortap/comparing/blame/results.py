@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..causes.cause import Cause
-from ..results import json_text, number, write_text
+from ..maker import Maker
+from ..results import BitDifference, Verdict, json_text, number, write_text
 
-__all__ = ["Blame", "BlamedLayer"]
+if TYPE_CHECKING:
+    from .beside_floor import AgainstFloor
+
+__all__ = ["Blame", "BlameInterrupted", "BlamedLayer"]
 
 
 @dataclass(frozen=True)
@@ -60,14 +64,22 @@ class BlamedLayer:
 class Blame:
     """Who made the error at a model's output; true when there is none to speak of.
 
-    `final` is the layer whose output counts as the model's ("" is the model itself),
-    `final_error` its relative L2 error in the candidate's own run, `final_floor` what rounding
-    explains of it. `culprit` is the innermost layer that makes at least half of the squared final
-    error and stands clear of rounding and of the others, or None; `share` is the culprit's share,
-    or the largest one. `before` and `behind` are the shares of what runs before the first and
-    behind the last of the blocks, which `ends` names; `beside` of what comes in by other ways than
-    through them, as masks and rotary tables do. `causes` explain what the culprit does.
+    `final` is the layer whose output counts as the model's ("" is the model itself), `final_error`
+    its relative L2 error in the candidate's own run, `final_floor` what rounding explains of it.
+    `final_verdict` is what compare says of it, and `final_why` why; `first_divergence` the first
+    layer that diverges before it, `first_bit_difference` the first whose bits differ after others
+    that have the same bits. `culprit` is the innermost layer that makes at least half of the
+    squared final error and stands clear of rounding and of the others, or None; `share` is the
+    culprit's share, or the largest one. `before` and `behind` are the shares of what runs before
+    the first and behind the last of the blocks, which `ends` names; `beside` of what comes in by
+    other ways than through them, as masks and rotary tables do. `causes` explain what the culprit
+    does; `made_in` says where in its own forward, if the layers that it calls do nothing wrong.
+    `against_floor` is set where the culprit was found beside a floor run: what it makes alone, and
+    what the floor's does. `weights` are the layers whose weights are not the reference's, where its
+    recording tells.
     `forwards` is how often the whole model ran over its `batches`, `limit` how often it may.
+    `interrupted` says that it was stopped on its way, so that the answer is partial; `halved` then
+    names the layers between which a bisection had come.
     """
 
     reference: str
@@ -79,22 +91,31 @@ class Blame:
     final_leaf: str = ""
     final_error: float = math.nan
     final_floor: float = math.nan
+    final_verdict: Verdict = "diverged"
+    final_why: str = ""
+    first_divergence: str | None = None
+    first_bit_difference: BitDifference | None = None
     before: float = math.nan
     behind: float = math.nan
     beside: float = math.nan
     causes: tuple[Cause, ...] = ()
+    made_in: Maker | None = None
+    against_floor: AgainstFloor | None = None
     bisect: bool = False
+    interrupted: bool = False
+    halved: tuple[str, str] | None = None
     forwards: int = 0
     limit: int = 0
     batches: int = 1
     ends: tuple[str, str] | None = None
+    weights: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """No culprit, and a final error that is nil or explained by rounding."""
-        return self.culprit is None and self.final_error <= self.final_floor
+        """No culprit, and a final output that is identical or within, as compare has it."""
+        return self.culprit is None and self.final_verdict in ("identical", "within")
 
     def __bool__(self) -> bool:
         return self.same
@@ -123,6 +144,7 @@ class Blame:
 
     def to_dict(self) -> dict[str, Any]:
         numbers = "share final_error final_floor before behind beside"
+        bits = self.first_bit_difference
         return {
             "format": 1,
             "same": self.same,
@@ -130,15 +152,24 @@ class Blame:
             "reference": self.reference,
             "candidate": self.candidate,
             "culprit": self.culprit,
+            "made_in": None if self.made_in is None else self.made_in.to_dict(),
+            "against_floor": None if self.against_floor is None else self.against_floor.to_dict(),
             **{name: number(getattr(self, name)) for name in numbers.split()},
             "final": self.final,
             "final_leaf": self.final_leaf,
+            "final_verdict": self.final_verdict,
+            "final_why": self.final_why,
+            "first_divergence": self.first_divergence,
+            "first_bit_difference": None if bits is None else bits.to_dict(),
             "causes": [cause.to_dict() for cause in self.causes],
             "bisect": self.bisect,
+            "interrupted": self.interrupted,
+            "halved": None if self.halved is None else list(self.halved),
             "forwards": self.forwards,
             "limit": self.limit,
             "batches": self.batches,
             "ends": None if self.ends is None else list(self.ends),
+            "weights": list(self.weights),
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "layers": [row.to_dict() for row in self.layers],
@@ -171,3 +202,11 @@ class Blame:
         from ...reporting.blame_page import blame_notebook
 
         return blame_notebook(self)
+
+
+class BlameInterrupted(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C: `blame` holds what was known until then, and says so."""
+
+    def __init__(self, blame: Blame) -> None:
+        super().__init__("interrupted")
+        self.blame = blame

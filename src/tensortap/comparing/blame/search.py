@@ -23,13 +23,25 @@ class Bisection:
 
     def __init__(self, shares: Shares, chain: Sequence[str]) -> None:
         self._shares, self._chain = shares, chain
-        low, high = 0, len(chain) - 1
-        while low < high:
-            middle = (low + high) // 2
+        self._low, self._high = 0, len(chain) - 1
+        self.layer = ""
+        self.share = self.before = self.behind = self.beside = math.nan
+
+    @property
+    def between(self) -> tuple[str, str]:
+        """The layers between which the error falls below a half, as far as is known."""
+        return self._chain[self._low], self._chain[self._high]
+
+    def run(self) -> None:
+        """Make the runs."""
+        shares, chain = self._shares, self._chain
+        while self._low < self._high:
+            middle = (self._low + self._high) // 2
             if self._left(middle) < shares.total / 2:
-                high = middle
+                self._high = middle
             else:
-                low = middle + 1
+                self._low = middle + 1
+        low = self._low
         self.layer = chain[low]
         self.share = shares.share(self.layer)
         before, after = self._left(low - 1), self._left(low)

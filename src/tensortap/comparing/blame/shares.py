@@ -200,6 +200,19 @@ class Shares:
             return 2 * calls
         return sum(not self._told_already(Put(layer, port)) for port in _ENDS)
 
+    def planned(self, layers: Iterable[str]) -> int:
+        """How many runs the shares of these layers take in all, as far as it can be told."""
+        runs: set[Put] = set()
+        for layer in layers:
+            if not self.total or self.trace.exact(layer):
+                continue
+            runs |= {Put(layer, end) for end in _ENDS if not self._told_already(Put(layer, end))}
+            twin = self._twin(layer)
+            if twin is not None:
+                runs.discard(Put(layer, "input"))
+                runs |= set() if self._told_already(twin) else {twin}
+        return len(runs)
+
     def _told_already(self, where: Put) -> bool:
         if where in self._left or (self._infer and self.trace.no_op(where)):
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from ...errors import TapError, TargetError
 from ...numerics.difference import Difference, difference
 from ...recording.schema import Port
 from ...taps.isolation import unchanged
-from ...taps.leaves import flatten, signature_order
+from ...taps.leaves import flatten
 from ...taps.patching import (
+    absent_arguments,
+    call_with,
     cast_like,
     leaves_of,
     leaves_of_call,
@@ -33,8 +36,12 @@ from ...taps.patching import (
     why_not_put,
 )
 from ...targets import Target
+from ..measure import picked
+from ..touched import Touched
 from .alone import mark_ours
+from .choices import same_choice
 from .levels import contains
+from .pairing import apart_in
 from .reference import Known
 
 __all__ = [
@@ -121,19 +128,25 @@ class Stage(ABC):
 
     A layer that feeds itself in one pass gets the reference's input at its first call alone: put at
     every call, it would hide what the layer hands to itself. Those are the `feeding` ones. `nth`
-    says of the call that is being watched which one of the pass it is.
+    says of the call that is being watched which one of the pass it is. At `routers` tokens choose
+    the experts that they have in the reference, for rounding decides between near ties anew in each
+    run. Tokens that are `touched` by another choice all the same are left out of the final error,
+    as long as any others are left.
     """
 
     known: Known
     modules: Mapping[str, nn.Module]
     final: Final
     runs: int = 0
+    seconds: float = 0.0  # of the last run
     batch: int = 0
     scale: float = 1.0
     nth: int = 0
     feeding: set[str] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     problems: dict[Put, str] = field(default_factory=dict)
+    touched: Touched | None = None
+    routers: frozenset[str] = frozenset()
     _left: float = 0.0
     _measured: int = 0
     _where: str = ""
@@ -144,8 +157,10 @@ class Stage(ABC):
         self.runs += 1
         self._left, self._measured = 0.0, 0
         self._where = ", ".join(f"{p.port} of '{p.layer}'" for p in puts[:2])
+        began = time.perf_counter()
         with self._hooked(set(puts), watch or {}):
             self._play()
+        self.seconds = time.perf_counter() - began
         if not self._measured:
             raise TapError(
                 f"The output {self.final.leaf or ''} of layer '{self.final.layer}' never came in a "
@@ -187,34 +202,43 @@ class Stage(ABC):
                 found[leaf] = cast_like(reference, own[leaf])
         return found
 
+    def misfed(self, layer: str) -> bool:
+        """Whether a layer was given something in whose place the reference's cannot stand."""
+        return any(where.layer == layer and where.port == "input" for where in self.problems)
+
     def absent(
         self, module: nn.Module, where: Put, call: int, args: tuple[Any, ...], kwargs: Any
-    ) -> dict[str, torch.Tensor]:
-        """The reference's tensors for keywords that the candidate leaves out or gives None for.
+    ) -> dict[str, Any]:
+        """The reference's values for parameters that the candidate leaves out or gives None for.
 
-        A mask that is lost on the way to a layer is what the layer was handed, not what it makes.
+        A mask that is lost on the way to a layer, or a state that is not carried, is what the layer
+        was handed, not what it makes. A state of several tensors comes as a tuple.
         """
         records = self.known.at(where.layer, "input", self.batch, call)
         own = leaves_of_call(module, args, kwargs)
-        used = set(match_leaves(module, own, records).values())
         floats = next((t for t in own.values() if t.is_floating_point()), None)
-        taken = list(signature_order(module))[1:]
-        free = taken[len(args) :]
-        found = {}
-        for leaf, record in records.items():
-            name = leaf[2:-2] if leaf.startswith("['") and leaf.endswith("']") else ""
-            if leaf in used or name not in free or kwargs.get(name) is not None or floats is None:
-                continue
-            value = record.tensor()
-            if value.is_floating_point():
-                found[name] = cast_like(value, floats)
-            else:
-                found[name] = value.to(device=floats.device, copy=True)
+        found: dict[str, Any] = {}
+        if floats is None:
+            return found
+        for name, leaves in absent_arguments(module, args, kwargs, records).items():
+            values = {}
+            for rest, leaf in leaves.items():
+                value = records[leaf].tensor()
+                if value.is_floating_point():
+                    values[rest] = cast_like(value, floats)
+                else:
+                    values[rest] = value.to(device=floats.device, copy=True)
+            if list(values) == [""]:
+                found[name] = values[""]
+            elif list(values) == [f"[{index}]" for index in range(len(values))]:
+                found[name] = tuple(values.values())
         return found
 
     @contextlib.contextmanager
     def _hooked(self, puts: set[Put], watch: Mapping[str, Watcher]) -> Iterator[None]:
-        names = dict.fromkeys([self.top, *(p.layer for p in puts), *watch, self.final.layer])
+        names = dict.fromkeys(
+            [self.top, *(p.layer for p in puts), *watch, *self.routers, self.final.layer]
+        )
         handles = []
         try:
             for name in names:
@@ -250,7 +274,7 @@ class Stage(ABC):
                 leaves = self.replacements(module, where, call, own)
                 more = self.absent(module, where, call, args, kwargs)
                 args, kwargs = put_call(module, args, kwargs, leaves)
-                kwargs = {**kwargs, **more}
+                args, kwargs = call_with(module, args, kwargs, more)
             if watcher is not None:
                 self.nth = nth
                 with _our_trouble(name):
@@ -266,6 +290,10 @@ class Stage(ABC):
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             call, self.nth = stack.pop()
+            if name in self.routers:
+                with _our_trouble(name):
+                    known = self.known.at(name, "output", self.batch, call)
+                    output = put(output, same_choice(leaves_of(output), known))
             if watcher is not None:
                 with _our_trouble(name):
                     watcher.leave(self, name, call, output)
@@ -288,9 +316,14 @@ class Stage(ABC):
             raise TapError(
                 f"The final output, {record.where()}, has the shape {list(record.shape)} in the "
                 f"reference and {list(own.shape)} in the candidate: they cannot be compared. Run "
-                "the candidate on the inputs that the reference was recorded with."
+                "the candidate on the inputs that the reference was recorded with. If it had "
+                "these, record it too: tensortap compare names the layer that changed the shape."
             )
-        self._left += squares(measured(record.tensor(), own), self.scale)
+        reference = record.tensor()
+        apart = None if self.touched is None else apart_in(self.touched, record)
+        if apart is not None and apart.axes and len(apart.clean):
+            reference, own = (picked(t, apart.axes, apart.clean) for t in (reference, own))
+        self._left += squares(measured(reference, own), self.scale)
         self._measured += 1
 
 
@@ -299,6 +332,7 @@ class WholeModel(Stage):
     """The candidate on its inputs."""
 
     target: Target = None  # type: ignore[assignment]
+    beginning: Callable[[int], None] | None = None  # told the number of each batch
 
     @property
     def top(self) -> str:
@@ -309,6 +343,8 @@ class WholeModel(Stage):
             for number, batch in enumerate(self.target.batches[: self.known.batches]):
                 self.batch = number
                 self.calls.clear()
+                if self.beginning is not None:
+                    self.beginning(number)
                 try:
                     self.target(copied(batch))
                 except TapError:

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...numerics.difference import Difference
 from ...recording.reader import Record
-from ...taps.patching import leaves_of, leaves_of_call, match_leaves, why_not_put
+from ...taps.patching import call_with, leaves_of, leaves_of_call, match_leaves, why_not_put
 from ..precision import offset_of
 from .alone import run_alone, runs_alone
 from .levels import contains
@@ -166,11 +166,12 @@ class Trace:
             for leaf, name in match_leaves(module, own, records).items()
         }
         wanted = self._compare(stage, Put(layer, "input"), call, pairs, self.inputs[layer])
-        for name in stage.absent(module, Put(layer, "input"), call, args, kwargs):
+        more = stage.absent(module, Put(layer, "input"), call, args, kwargs)
+        for name in more:
             self.fitting.add(Put(layer, "input"))
             self.changed[Put(layer, "input")].add(f"[{name!r}]")
         if runs_alone(module):
-            self._arguments[layer].append((args, kwargs, wanted))
+            self._arguments[layer].append((*call_with(module, args, kwargs, more), wanted))
 
     def leave(self, stage: Stage, layer: str, call: int, output: Any) -> None:
         if layer not in self.order:
