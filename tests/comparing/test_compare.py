@@ -351,11 +351,47 @@ def test_shapes_that_do_not_fit_are_incomparable_not_skipped(recorded: Recorded)
     x = torch.randn(3, 4)
     options = {"layers": "leaves"}
     result = tap.compare(recorded(Two(5), x, **options), recorded(Two(7), x, **options))
-    assert result["b"].verdict == "incomparable"
+    assert result["b"].verdict == "diverged"  # the same inputs, and all before it agree
     assert "[3, 5]" in result["b"].why
     assert "[3, 7]" in result["b"].why
+    result = tap.compare(recorded(Two(5), x, **options), recorded(Two(7), x + 1, **options))
+    assert result["b"].verdict == "incomparable"  # it was given something else
     assert not result.same
-    assert result.first_divergence is None
     alone = {"layers": ["b"]}
     with pytest.raises(ComparisonError, match="could be compared"):
-        tap.compare(recorded(Two(5), x, **alone), recorded(Two(7), x, **alone))
+        tap.compare(recorded(Two(5), x, **alone), recorded(Two(7), x + 1, **alone))
+
+
+def test_a_preset_that_fails_a_layer_within_its_limits_says_by_which_rule(
+    tmp_path: Path,
+) -> None:
+    """One token is wholly wrong in a large tensor: the limits hold, and hide it."""
+
+    class Given(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 1.0
+
+    torch.manual_seed(0)
+    values = torch.randn(4, 512, 16)
+    wrong = values.clone()
+    wrong[2, 100] = torch.randn(16)
+    for name, given in (("left", values), ("right", wrong)):
+        with tap.record(Given(), tmp_path / name, layers="all") as rec:
+            rec.run(given)
+    result = tap.compare(tmp_path / "left", tmp_path / "right", preset="documents")
+    (row,) = result.layers
+    assert row.difference is not None and row.difference.mse < 1e-2
+    assert row.verdict == "diverged"
+    assert row.why.startswith("fulfils the documents' grades: MSE < 1e-2 and correlation > 0.99,")
+    assert "single places do not agree, which limits on the whole tensor hide: token" in row.why
+
+
+def test_a_note_of_both_recordings_is_said_once(tmp_path: Path) -> None:
+    for name in ("left", "right"):
+        with tap.record(torch.nn.Linear(2, 2).eval(), tmp_path / name, layers="all") as rec:
+            rec.run(torch.ones(1, 2))
+            rec.tap.notes += ["Both say this.", "Both say this.", f"This is of the {name}."]
+    notes = tap.compare(tmp_path / "left", tmp_path / "right").notes
+    both = [note for note in notes if note.endswith("Both say this.")]
+    assert both == [f"{tmp_path / 'left'} and {tmp_path / 'right'}: Both say this."]
+    assert f"{tmp_path / 'right'}: This is of the right." in notes

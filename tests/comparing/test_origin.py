@@ -228,3 +228,122 @@ def test_masks_at_the_limit_of_another_dtype_agree(recorded: Recorded) -> None:
     for dtype in (torch.float16, torch.float64, torch.bfloat16):
         assert tap.compare(left, recorded(model, mask(dtype))).layers[0].verdict == "within"
     assert not tap.compare(left, recorded(model, mask(torch.float16, shift=1))).same
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+        self.scale, self.gain = 0.25, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.q(x) @ self.k(x).transpose(1, 2) * self.scale
+        result: torch.Tensor = self.o(scores.softmax(-1) @ self.v(x)) * self.gain
+        return result
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(Attention() for _ in range(3))
+        self.head = nn.Linear(16, 4)
+        self.start = self.residual = self.logits = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x) * self.start
+        for block in self.blocks:
+            x = x * self.residual + block(x)
+        result: torch.Tensor = self.head(x) * self.logits
+        return result
+
+
+@pytest.mark.parametrize(
+    ("at", "name", "value", "first", "made_in", "words"),
+    [
+        ("blocks.1", "scale", 0.3, "blocks.1.o", ("blocks.1", "blocks.1.v", "blocks.1.o"),
+         "made in the forward of blocks.1, after v, before o; the inputs of blocks.1 agree"),
+        ("blocks.1", "gain", 1.1, "blocks.1", ("blocks.1", "blocks.1.o", None),
+         "made in the forward of blocks.1, after o, for its inputs agree"),
+        ("", "start", 1.1, "blocks.0.q", ("", "stem", "blocks.0"),
+         "made in the model's own forward, after stem, before blocks.0; the inputs of the model"),
+        ("", "residual", 1.1, "blocks.1.q", ("", "blocks.0", "blocks.1"), "before blocks.1"),
+        ("", "logits", 1.1, "", ("", "head", None), "made in the model's own forward, after head"),
+        ("blocks.2.k", "bias", None, "blocks.2.k", ("blocks.2.k", None, None), "(made here, for"),
+    ],
+)  # fmt: skip
+def test_the_module_whose_code_made_it_is_named_and_not_an_innocent_child(
+    at: str,
+    name: str,
+    value: float | None,
+    first: str,
+    made_in: tuple[str, str | None, str | None],
+    words: str,
+    recorded: Recorded,
+) -> None:
+    torch.manual_seed(0)
+    model, x = Decoder().eval(), torch.randn(2, 6, 8)
+    left = recorded(model, x, inputs=True)
+    setattr(model.get_submodule(at), name, value)
+    result = tap.compare(left, recorded(model, x, inputs=True))
+    assert result.first_divergence is not None
+    assert result.first_divergence.layer == first
+    assert result.maker is not None
+    assert (result.maker.layer, result.maker.after, result.maker.before) == made_in
+    assert words in result.sentence
+    assert result.to_dict()["first_divergence"]["made_in"]["layer"] == made_in[0]
+
+
+def test_without_inputs_no_module_is_called_the_maker(recorded: Recorded) -> None:
+    torch.manual_seed(0)
+    model, x = Decoder().eval(), torch.randn(2, 6, 8)
+    left = recorded(model, x)
+    model.blocks[1].scale = 0.3
+    result = tap.compare(left, recorded(model, x))
+    assert result.maker is None
+    assert "unknown whether made here" in result.sentence
+    assert result.to_dict()["first_divergence"]["made_in"] is None
+
+
+def test_where_the_bits_part_is_said_though_all_is_within(recorded: Recorded) -> None:
+    torch.manual_seed(0)
+    model, x = Decoder().eval().bfloat16(), torch.randn(2, 6, 8, dtype=torch.bfloat16)
+    left = recorded(model, x, inputs=True)
+    model.blocks[1].scale = 0.252
+    result = tap.compare(left, recorded(model, x, inputs=True))
+    assert result.same
+    found = result.first_bit_difference
+    assert found is not None
+    assert found.layer == "blocks.1.o"
+    assert found.row.verdict == "within"
+    assert found.maker is not None
+    assert (found.maker.layer, found.maker.after) == ("blocks.1", "blocks.1.v")
+    words = "The bits first differ at blocks.1.o (made in the forward of blocks.1, after v, before"
+    assert words in result.sentence
+    assert "that alone does not prove a bug" in result.sentence
+    assert result.to_dict()["first_bit_difference"]["made_in"]["layer"] == "blocks.1"
+
+
+def test_bits_that_differ_from_the_start_say_nothing(recorded: Recorded) -> None:
+    torch.manual_seed(0)
+    model, x = Decoder().eval(), torch.randn(2, 6, 8)
+    left = recorded(model, x, inputs=True)
+    same = tap.compare(left, recorded(model, x, inputs=True))
+    assert same.first_bit_difference is None
+    low = recorded(model.bfloat16(), x.bfloat16(), inputs=True)
+    result = tap.compare(left, low)
+    assert result.first_bit_difference is None
+    assert "bits first" not in result.sentence
+    slim = recorded(model, x.bfloat16(), inputs=True, keep="summary")
+    assert tap.compare(left, slim).first_bit_difference is None
+
+
+def test_bits_part_at_a_step_of_many(recorded: Recorded) -> None:
+    x = torch.linspace(-1, 1, 40).view(5, 8)
+    left = recorded(Loop(), x, inputs=True)
+    result = tap.compare(left, recorded(Loop(wrong_at=2), x, inputs=True))
+    found = result.first_bit_difference
+    assert found is not None
+    assert found.layer == "step"
+    assert found.row.main is not None
+    assert found.row.main.bits_differ_at == (0, 0, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tensortap as tap
-from tensortap.comparing.precision import depth_of, estimated_floor, precision_of
+from tensortap.comparing.precision import estimated_floor, precision_of
 
 
 def test_the_coarser_side_sets_the_estimate() -> None:
@@ -32,14 +32,6 @@ def test_it_grows_with_the_depth_as_independent_errors_do() -> None:
 
 def test_integers_do_not_round() -> None:
     assert estimated_floor(("int64", "int64"), ("float32", "float32"), 5) == 0.0
-
-
-def test_depth_counts_blocks_where_only_blocks_are_recorded() -> None:
-    blocks = [1, 2, 3]
-    assert depth_of(0, blocks) == 1  # the embedding
-    assert depth_of(3, blocks) == 30
-    assert depth_of(4, blocks) == 30  # the final norm stands behind all of them
-    assert depth_of(55, [10, 20, 60]) == 56
 
 
 def test_a_recording_says_its_precision(tmp_path: Path) -> None:

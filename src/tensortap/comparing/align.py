@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..recording.reader import Layer, Recording
+import numpy as np
+
+from ..recording.reader import Layer, Record, Recording
+from ..recording.schema import Port
 from .absent import runtime_of
 from .likeness import shape_likeness, type_likeness
 from .names import by_map, by_name, by_normalised_name
@@ -18,17 +21,25 @@ from .structure import by_structure
 
 __all__ = ["LayerPair", "align"]
 
+_ALIKE = 0.5  # of the spread: more is another tensor
+_CLOSE = 0.1
+_SAME = 0.02
+_MOST_NAMED = 2000
+_OTHERWISE = "paired by what it holds; the candidate's layer of this name holds something else"
+
 
 @dataclass(frozen=True)
 class LayerPair:
     """Two layers that are compared, or one that the other side lacks.
 
     `matched_by` is `map`, `name`, `normalised`, `structure` or `content`; empty for a lone layer.
+    `note` says where the names would have it otherwise.
     """
 
     reference: Layer | None
     candidate: Layer | None
     matched_by: str
+    note: str = ""
 
 
 def align(
@@ -73,14 +84,22 @@ def _pairs(
     numbers = _Numbers(reference, candidate)
     take(numbers.pairs(free(), others()), "name")
     named = by_name(reference, candidate, free(), others())
+    content = _Content(reference, candidate)
+    refuted = content.refuted(named)
     doubtful = {name for name in named if _says_little(name, named[name], reference, candidate)}
+    doubtful |= refuted
     take({ours: theirs for ours, theirs in named.items() if ours not in doubtful}, "name")
     left, right = free(), others()
     if left and right:
         agree = _Agree(reference, candidate)
         normal = by_normalised_name(types(reference, left), types(candidate, right), agree)
         take(
-            {ours: normal[ours] for ours in normal if numbers.fit(ours, normal[ours])}, "normalised"
+            {
+                ours: theirs
+                for ours, theirs in normal.items()
+                if numbers.fit(ours, theirs) and not content.against(ours, theirs)
+            },
+            "normalised",
         )
     if "" in free() and "" in others() and _root_fits(reference, candidate):
         take({"": ""}, "name")
@@ -90,7 +109,8 @@ def _pairs(
         alike = by_structure(reference, candidate, sure)
         found.update((ours, pair) for ours, pair in alike.items() if numbers.fit(ours, pair[0]))
     left, right = free(), others()
-    take({name: name for name in doubtful if name and name in left and name in right}, "name")
+    rest = {name: name for name in doubtful - refuted if name and name in left and name in right}
+    take({ours: rest[ours] for ours in rest if not content.against(ours, rest[ours])}, "name")
     return found
 
 
@@ -154,6 +174,81 @@ class _Numbers:
         return left is None or right is None or left == right
 
 
+class _Content:
+    """What the values say against a pair that names gave."""
+
+    def __init__(self, reference: Recording, candidate: Recording) -> None:
+        self._recordings = (reference, candidate)
+        roots = (run[""].type if "" in run else "" for run in self._recordings)
+        self._foreign = type_likeness(*roots) < 1
+        self._outputs: list[list[Record | None]] | None = None
+
+    def against(self, ours: str, theirs: str) -> bool:
+        """Whether two layers of unlike types hold other values, and a third one those of either.
+
+        Or nothing of a shape that could be compared. A bug makes values that no layer has.
+        """
+        left, right = (run[n] for run, n in zip(self._recordings, (ours, theirs), strict=True))
+        if not ours or not theirs or type_likeness(left.type, right.type) > 0:
+            return False
+        mine, other = _first(left, "output"), _first(right, "output")
+        if mine is None or other is None:
+            return False
+        if ours == theirs and self._given_the_same(left, right):
+            return False  # another layer was put in its place
+        shapes = [{r.shape for r in layer.port("output")} for layer in (left, right)]
+        if not any(shape_likeness(a, b) for a in shapes[0] for b in shapes[1]):
+            return True
+        error = float(content_errors([mine], [other])[0, 0])
+        if error < _CLOSE:
+            return False
+        if self._outputs is None:
+            self._outputs = [
+                [_first(run[n], "output") for n in run.layers] for run in self._recordings
+            ]
+        row = content_errors([mine], self._outputs[1])
+        column = content_errors(self._outputs[0], [other])
+        return min(float(row.min()), float(column.min())) < min(_SAME, error / 10)
+
+    def _given_the_same(self, left: Layer, right: Layer) -> bool:
+        """Whether two layers stand at one place of one model: they were given the same values."""
+        given = _first(left, "input"), _first(right, "input")
+        if (
+            self._foreign
+            or given[0] is None
+            or given[1] is None
+            or given[0].shape != given[1].shape
+        ):
+            return False
+        return float(content_errors([given[0]], [given[1]])[0, 0]) < _SAME
+
+    def refuted(self, named: Mapping[str, str]) -> set[str]:
+        """Layers whose name another implementation gave to a layer that does something else.
+
+        They are given other values than the layer of their name and make others, and a layer of
+        another name is given theirs and makes theirs. A layer with a bug is given the same.
+        """
+        found = {ours for ours, theirs in named.items() if self.against(ours, theirs)}
+        left = [name for name in named if name and name not in found]
+        if not self._foreign or not 1 < len(left) <= _MOST_NAMED:
+            return found
+        sides = [
+            [[_first(run[name], port) for name in names] for port in ("output", "input")]
+            for run, names in zip(
+                self._recordings, (left, [named[name] for name in left]), strict=True
+            )
+        ]
+        made, given = (content_errors(ours, theirs) for ours, theirs in zip(*sides, strict=True))
+        known = np.isfinite(given.diagonal())
+        other = (made.diagonal() > _ALIKE) & (given.diagonal() > _CLOSE) & known
+        same = (made < _SAME) & (given < _SAME) & other[:, None] & other[None, :]
+        return found | {left[i] for i in np.flatnonzero(same.any(axis=1) | same.any(axis=0))}
+
+
+def _first(layer: Layer, port: Port) -> Record | None:
+    return next((record for record in layer.records if record.port == port), None)
+
+
 class _Agree:
     """Whether two layers hold alike values, as far as their summaries can tell."""
 
@@ -186,6 +281,7 @@ def _in_order(
             yield LayerPair(reference[name], None, "")
             continue
         partner, how = found[name]
-        yield LayerPair(reference[name], candidate[partner], how)
+        note = _OTHERWISE if how == "content" and partner != name and name in candidate else ""
+        yield LayerPair(reference[name], candidate[partner], how, note)
         for other in followers.get(partner, ()):
             yield LayerPair(None, candidate[other], "")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..errors import ComparisonError, OptionError
 from ..recording.reader import Recording
 from ..recording.reader import open as open_recording
+from ..recording.training_mode import effects_in_words, effects_of, training_note
 from .absent import runtime_of
 from .align import LayerPair
 from .environment import same_input
@@ -17,6 +18,7 @@ from .precision import is_quantised, precision_of, unit_of
 from .results import LayerComparison
 from .sentences import name_of
 from .sudden import sudden_note, sudden_rise
+from .weights.recorded import other_weights, weights_note
 
 __all__ = [
     "Run",
@@ -154,7 +156,7 @@ def warnings_of(
     paired: Sequence[LayerPair],
 ) -> list[str]:
     """What may explain everything below it."""
-    found = []
+    found = _about_modes(left, right)
     if same is False:
         found.append(
             "The two runs were given different inputs: what differs below may be that alone."
@@ -168,6 +170,29 @@ def warnings_of(
     for run in (left, right):
         found += [*_failed_checks(run), *_guesses(run)]
     return found
+
+
+def _about_modes(left: Recording, right: Recording) -> list[str]:
+    """That a run was in training mode, where that alone makes its layers return other values."""
+    effects = [effects_of(run.manifest) for run in (left, right)]
+    if all(effects):
+        drawn = {what: names for what, names in effects[0].items() if what != "batch statistics"}
+        return (
+            [
+                f"Both runs were recorded in training mode: {effects_in_words(drawn)}, and their "
+                "values agree only where both runs drew the same random numbers."
+            ]
+            if drawn and any(what in effects[1] for what in drawn)
+            else []
+        )
+    for side, other, found in (("reference", "candidate", 0), ("candidate", "reference", 1)):
+        if effects[found]:
+            return [
+                f"The {side} was recorded in training mode and the {other} was not: in the {side}, "
+                f"{effects_in_words(effects[found])}. That alone makes the runs differ. Record the "
+                f"{side} with --eval (model.eval() in Python)."
+            ]
+    return []
 
 
 def _failed_checks(run: Recording) -> list[str]:
@@ -194,6 +219,17 @@ def _guesses(run: Recording) -> list[str]:
     ]
 
 
+def _told(left: Recording, right: Recording) -> list[str]:
+    """What the recordings say of themselves; what both say is said once."""
+    first, second = (
+        [text for text in dict.fromkeys(run.notes) if text != training_note(run.manifest)]
+        for run in (left, right)  # a warning says that of both
+    )
+    both = f"{left.path} and {right.path}"
+    told = [f"{both if text in second else left.path}: {text}" for text in first]
+    return [*told, *(f"{right.path}: {text}" for text in second if text not in first)]
+
+
 def notes_of(
     left: Recording,
     right: Recording,
@@ -201,8 +237,10 @@ def notes_of(
     conditions: Sequence[str],
     rows: Sequence[LayerComparison],
 ) -> list[str]:
-    """What the recordings say of themselves, and where the floor run is silent."""
-    notes = [f"{run.path}: {text}" for run in (left, right) for text in run.notes]
+    """What the recordings say of their weights and of themselves; where the floor run is silent."""
+    others = other_weights(left.manifest.target, right.manifest.target)
+    notes = [weights_note(others)] if others else []
+    notes += _told(left, right)
     if conditions and any(row.by_summaries for row in rows):
         notes.append(
             f"{' and '.join(conditions)} cannot be applied where a side holds summaries alone: "
@@ -217,7 +255,7 @@ def notes_of(
         ]
         if lacking:
             notes.append(
-                f"The floor run {floor.path} lacks {len(lacking)} of {len(rows)} layers "
+                f"The floor run {floor.name} lacks {len(lacking)} of {len(rows)} layers "
                 f"({', '.join(lacking[:3])}{', …' if len(lacking) > 3 else ''}): the floor is "
                 "estimated there."
             )

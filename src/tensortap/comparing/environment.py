@@ -10,6 +10,7 @@ from typing import Any
 
 from ..recording.reader import Recording
 from ..recording.schema import Manifest
+from ..recording.training_mode import EFFECTS
 from .absent import runtime_of
 from .results import EnvironmentDifference
 
@@ -18,8 +19,17 @@ __all__ = ["environment_differences", "same_input"]
 _MISSING = "not said"
 # Paths and times of a run say nothing about its numbers.
 _SILENT = {"spec", "file", "path", "created", "closed", "_name_or_path", "transformers_version"}
-# Said elsewhere: versions and runtimes have lines of their own, what is absent is said of layers.
-_ELSEWHERE = {("environment", "python"), ("target", "runtime"), ("target", "absent")}
+# Said elsewhere: versions and runtimes have lines of their own, what is absent is said of layers,
+# weights that differ in a note, what depends on training mode is a warning, and grids are part of
+# the estimates.
+_ELSEWHERE = {
+    ("target", "fingerprints"),
+    ("environment", "python"),
+    ("target", "runtime"),
+    ("target", "absent"),
+    ("target", EFFECTS),
+    ("target", "grids"),
+}
 _MOST = 120
 _WIDTHS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 

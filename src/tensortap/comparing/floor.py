@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..recording.reader import Recording
+from ..targets.floor_run import FloorRun
 from .align import align
 from .measure import MomentMeasurement, SiteMeasurement, measure
 from .place import HERE, Place
@@ -38,15 +39,15 @@ class Floor:
     def __init__(
         self,
         reference: Recording,
-        floor: Recording,
+        run: FloorRun,
         names: Sequence[str] | None = None,
         place: Place = HERE,
     ) -> None:
-        self.path = floor.path
+        self.name = run.name
         self._place = place
-        pairer = SitePairer(reference, floor)
+        pairer = SitePairer(reference, run.recording)
         self._sites: dict[tuple[str, str, str], SitePair] = {}
-        for pair in align(reference, floor, names=names):
+        for pair in align(reference, run.recording, names=names):
             if pair.reference is None or pair.candidate is None:
                 continue
             for site in pairer.pair(pair):

@@ -42,7 +42,8 @@ _FILLER = {"new", "fast", "quantized", "quant", "dynamic", "fused", "int8", "fp8
 def _words(type_name: str) -> frozenset[str]:
     plain = _class(type_name)
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z0-9]*|[a-z0-9]+", plain)
-    words = {_SYNONYMS.get(part.lower(), part.lower()) for part in parts}
+    plain_words = (re.sub(r"(?<=[a-z])[123]d$", "", part.lower()) for part in parts)
+    words = {_SYNONYMS.get(word, word) for word in plain_words if len(word) > 1} or {plain.lower()}
     if "norm" in words:
         words.discard("layer")
     return frozenset(words - _FILLER or words)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import OptionError
 from ..numerics import summarize
@@ -19,7 +21,7 @@ from .place import HERE, Place
 from .results import Moment
 from .sites import MomentPair, SitePair
 
-__all__ = ["MomentMeasurement", "SiteMeasurement", "measure"]
+__all__ = ["MomentMeasurement", "SiteMeasurement", "measure", "picked"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,18 @@ class MomentMeasurement:
     _pair: MomentPair
     _site: SitePair
     _place: Place = HERE
+    _only: tuple[tuple[int, ...], NDArray[np.int64]] | None = None  # axes, and places along them
 
     @property
     def dtypes(self) -> tuple[str, str]:
         return self._pair.reference.dtype, self._pair.candidate.dtype
+
+    @property
+    def whole(self) -> bool:
+        """Whether both sides' records are compared all at once, not some samples or tokens."""
+        pair = self._pair
+        parts = (pair.reference_samples, pair.candidate_samples, pair.tokens, self._only)
+        return all(part is None for part in parts)
 
     @property
     def rmse(self) -> float:
@@ -70,8 +80,37 @@ class MomentMeasurement:
             return None
         return self._place.run(lambda place: profile(*self._tensors(place)))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the two tensors, side by side."""
+        if self._site.transform is None:
+            return self._pair.shapes[0]
+        return tuple(self._pair.tensors(self._site.transform)[0].shape)
+
+    def only(self, axes: tuple[int, ...], places: NDArray[np.int64]) -> MomentMeasurement:
+        """The same of some places along some axes, as certain tokens."""
+        if not axes or self.difference is None:
+            return self
+        some = replace(self, _only=(axes, places), reference=None, candidate=None)
+        found = self._place.run(lambda at: difference(*some._tensors(at), percentiles=False))
+        return replace(some, difference=found)
+
+    @property
+    def fleeting(self) -> bool:
+        """Whether the candidate's tensor is there for a while alone."""
+        return self._pair.candidate.fleeting
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two tensors, here."""
+        return self._tensors(HERE)
+
     def _tensors(self, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pair.tensors(self._site.transform, place)
+        both = self._pair.tensors(self._site.transform, place)
+        if self._only is None:
+            return both
+        axes, places = self._only
+        ours, theirs = (picked(tensor, axes, places) for tensor in both)
+        return ours, theirs
 
 
 @dataclass(frozen=True)
@@ -86,7 +125,9 @@ class SiteMeasurement:
     def at(self, site: SitePair) -> SiteMeasurement:
         """The same tensors, met again at another place and other moments."""
         pairs = zip(self.moments, site.moments, strict=True)
-        moments = tuple(replace(m, moment=(p.epoch, p.batch, p.call)) for m, p in pairs)
+        moments = tuple(
+            replace(m, moment=(p.epoch, p.batch, p.call), _pair=p, _site=site) for m, p in pairs
+        )
         new = {old.moment: m.moment for old, m in zip(self.moments, moments, strict=True)}
         place = None if self.max_abs_moment is None else new[self.max_abs_moment]
         return replace(self, site=site, moments=moments, max_abs_moment=place)
@@ -98,10 +139,15 @@ class SiteMeasurement:
         return left, reduce(Summary.merge, (pair[1] for pair in pairs))
 
 
+def picked(tensor: torch.Tensor, axes: tuple[int, ...], places: NDArray[np.int64]) -> torch.Tensor:
+    """Places along some axes, which are put first and flattened."""
+    front = tensor.movedim(axes, tuple(range(len(axes)))).flatten(0, len(axes) - 1)
+    return front[torch.from_numpy(places).to(front.device)]
+
+
 def _summaries(site: SitePair, pair: MomentPair, place: Place) -> tuple[Summary, Summary]:
-    whole = pair.reference_samples is None and pair.candidate_samples is None
     stored = pair.reference.stored and pair.candidate.stored
-    if not stored or (whole and site.transform is None):
+    if not stored or (pair.whole and site.transform is None):
         return pair.reference.summary, pair.candidate.summary
 
     def both(at: Place) -> tuple[Summary, Summary]:

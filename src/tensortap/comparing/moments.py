@@ -27,7 +27,8 @@ class MomentPair:
     """The records of one moment on both sides; epoch, batch and call are the reference's.
 
     `*_samples` (start, stop) are the rows of the first axis that are meant, where the two runs
-    divided their samples into other batches.
+    divided their samples into other batches. `*_rows` are those that hold the same tokens, where
+    tokens were grouped otherwise; `tokens` says of how many, and which.
     """
 
     epoch: int
@@ -37,6 +38,15 @@ class MomentPair:
     candidate: Record
     reference_samples: _Rows | None = None
     candidate_samples: _Rows | None = None
+    reference_rows: tuple[int, ...] | None = None
+    candidate_rows: tuple[int, ...] | None = None
+    tokens: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all that the two records hold is meant."""
+        parts = (self.reference_samples, self.candidate_samples, self.reference_rows)
+        return all(part is None for part in (*parts, self.candidate_rows))
 
     def tensors(
         self, transform: Transform | None = None, place: Place = HERE
@@ -44,6 +54,9 @@ class MomentPair:
         """The two tensors as views of equal shape, at some place."""
         reference = _rows(place.tensor(self.reference), self.reference_samples)
         candidate = _rows(place.tensor(self.candidate), self.candidate_samples)
+        if self.reference_rows is not None and self.candidate_rows is not None:
+            reference = reference[list(self.reference_rows)]
+            candidate = candidate[list(self.candidate_rows)]
         return (
             (reference, candidate) if transform is None else transform.views(reference, candidate)
         )
@@ -51,6 +64,11 @@ class MomentPair:
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The two shapes before any transform."""
+        if self.reference_rows is not None and self.candidate_rows is not None:
+            return (
+                (len(self.reference_rows), *self.reference.shape[1:]),
+                (len(self.candidate_rows), *self.candidate.shape[1:]),
+            )
         return (
             _shape(self.reference.shape, self.reference_samples),
             _shape(self.candidate.shape, self.candidate_samples),

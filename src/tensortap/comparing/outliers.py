@@ -18,7 +18,14 @@ import numpy as np
 
 from ..numerics.profile import Profile
 
-__all__ = ["Outlier", "find_outliers", "non_finite_places", "typical_ratio"]
+__all__ = [
+    "Outlier",
+    "find_outliers",
+    "non_finite_places",
+    "token_errors",
+    "typical_ratio",
+    "usual_error",
+]
 
 _AGAINST_FLOOR = 3.5
 _AGAINST_WORST = 3.0
@@ -45,9 +52,10 @@ class Outlier:
         names = ", ".join(_place(place) for place in self.places)
         more = f" and {self.count - len(self.places)} more" if self.count > len(self.places) else ""
         times = self.error / self.usual if self.usual > 0 else math.inf
-        far = f"{times:.3g} times" if math.isfinite(times) else "infinitely far above"
+        far = f"{times:.3g} times what is usual here"
+        far = far if math.isfinite(times) else "where the others are the same"
         word = self.axis if self.count == 1 else f"{self.axis}s"
-        return f"{word} {names}{more}: error {self.error:.3g}, {far} what is usual here"
+        return f"{word} {names}{more}: error {self.error:.3g}, {far}"
 
 
 def find_outliers(own: Profile, floor: Profile | None, least: float) -> list[Outlier]:
@@ -77,6 +85,23 @@ def typical_ratio(own: Profile, floor: Profile | None, least: float) -> tuple[fl
             ratio = float(np.median(np.where(scores > 0, scores / expected, 0.0)))
         best = max(best, (ratio, axis, len(table)))
     return best
+
+
+def token_errors(own: Profile) -> _Floats:
+    """The error of each token, relative to its own size and to that of the usual one."""
+    return math.sqrt(2) * _scores(own.tokens)
+
+
+def usual_error(own: Profile) -> float:
+    """The relative error of the usual token or channel, whichever is more.
+
+    Where a few places own nearly all of a tensor, the error of the whole is theirs.
+    """
+    errors = [
+        math.sqrt(2 * float(np.square(_scores(table)).mean()))  # a score is beside twice its size
+        for _, table, _ in _tables(own, None)
+    ]
+    return max(errors, default=0.0)
 
 
 def _tables(own: Profile, floor: Profile | None) -> Iterator[tuple[str, _Floats, _Floats | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from ..recording.reader import Layer
 from .absent import Absences
 from .align import LayerPair
 from .epochs import per_epoch
+from .flips import Flips
 from .judge import Judgement
 from .measure import MomentMeasurement, SiteMeasurement
 from .moments import in_words
@@ -57,7 +59,7 @@ def missing_row(pair: LayerPair, absences: Absences | None = None) -> LayerCompa
 
 
 def layer_row(
-    left: Layer, right: Layer, matched_by: str, parts: tuple[Part, ...]
+    left: Layer, right: Layer, matched_by: str, parts: tuple[Part, ...], note: str = ""
 ) -> LayerComparison:
     """A layer that both sides have, from what was found of its ports and leaves."""
     inputs = [part for part in parts if part.port == "input"]
@@ -79,7 +81,7 @@ def layer_row(
         order=left.order,
         type=left.type,
         candidate_type=right.type,
-        note="; ".join(_gaps(gaps)),
+        note="; ".join([*([note] if note else []), *_gaps(gaps)]),
         provenance=left.provenance,
         candidate_provenance=right.provenance,
     )
@@ -111,7 +113,8 @@ def missing_part(site: SitePair) -> Part:
     """A port or leaf that one side lacks."""
     where = f"{site.port}{' ' + site.leaf if site.leaf else ''}"
     reason = f": {site.reason}" if site.reason else ""
-    return Part(site.port, site.leaf, "missing", f"the {site.missing} has no {where}{reason}")
+    why = f"the {site.missing} has no {where}{reason}"
+    return Part(site.port, site.leaf, "missing", why, missing=site.missing)
 
 
 def incomparable_part(site: SitePair) -> Part:
@@ -161,6 +164,8 @@ def _origin_at(moment: Moment, sources: Sequence[Part]) -> Origin:
     known = [part for part in sources if part.verdict not in ("missing", "incomparable")]
     if any(moment in part.diverged_at for part in known):
         return "inherited"
+    if not known and any(part.shape != part.candidate_shape for part in sources):
+        return "inherited"  # what came in has another shape
     return "made here" if known else "unknown"
 
 
@@ -184,7 +189,10 @@ def compared_part(
         why = f"at {_moment_words(moment)} {why}"
     found = measured.difference
     left, right = measured.summaries()
+    flips = [one.flips for one in judged if one.flips is not None]
     hints = list(said.hints)
+    if flips and not bad:
+        hints.append(reduce(Flips.merge, flips).words)
     if nearer is not None and said.verdict == "diverged":
         hints.append(f"the {nearer} is nearer to the truth")
     if site.hint and bad:
@@ -205,10 +213,19 @@ def compared_part(
         error=math.nan if found is None else found.error,
         floor=judged[worst_at].floor,
         floor_ratio=judged[worst_at].ratio,
+        floor_measured=judged[worst_at].floor_measured,
         hints=tuple(hints),
         moments=len(judged),
         worst_moment=measured.moments[worst_at].moment,
         diverged_at=tuple(measured.moments[k].moment for k in bad),
+        bits_differ_at=min(
+            (
+                moment.moment
+                for moment, one in zip(measured.moments, judged, strict=True)
+                if one.verdict != "identical"
+            ),
+            default=None,
+        ),
         max_abs_moment=measured.max_abs_moment,
         order=first.reference.order,
         nearer=nearer,
@@ -219,6 +236,8 @@ def compared_part(
             [math.nan if m.difference is None else m.difference.error for m in measured.moments],
             [pair.reference.order for pair in site.moments],
         ),
+        flips=reduce(Flips.merge, flips) if flips else None,
+        apart=max(one.apart for one in judged),
     )
 
 

@@ -8,6 +8,7 @@ independent roundings do.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ from ..numerics.difference import Difference
 from ..recording.reader import Recording
 
 __all__ = [
-    "depth_of",
     "estimated_floor",
+    "floor_mode",
     "is_quantised",
     "offset_of",
     "precision_of",
     "roundoff",
+    "smallest_step",
     "unit_of",
 ]
 
@@ -38,14 +40,30 @@ _FLOATS = {
     "complex64": 2.0**-24,
     "complex128": 2.0**-53,
 }
+# The distance of neighbours among the smallest numbers, where precision is no longer relative.
+_STEPS = {
+    "float64": 2.0**-1074,
+    "float32": 2.0**-149,
+    "float16": 2.0**-24,
+    "bfloat16": 2.0**-133,
+    "float8_e4m3fn": 2.0**-9,
+    "float8_e4m3fnuz": 2.0**-10,
+    "float8_e5m2": 2.0**-16,
+    "float8_e5m2fnuz": 2.0**-17,
+    "complex32": 2.0**-24,
+    "complex64": 2.0**-149,
+    "complex128": 2.0**-1074,
+}
 # Weights of these types mean quantised arithmetic: the step of a grid over a tensor's range.
 _QUANTISED = {
     **dict.fromkeys(("int8", "uint8", "qint8", "quint8"), 2.0 ** (-7)),
     **{f"int{bits}": 2.0 ** (1 - bits) for bits in range(2, 8)},
     **{f"fake int{bits}": 2.0 ** (1 - bits) for bits in range(2, 17)},  # simulated
 }
+_AO_MODES = ("int8", "int8wo", "int4wo", "fp8", "fp8wo")
+_BITS = re.compile(r"int(\d+)")
+_CASTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _SHARE = 0.05  # of a model's parameters, for a dtype to be called its precision
-_OPERATIONS_A_BLOCK = 10
 _MOST_OFFSET = 1e4
 _ACCUMULATION = 4.0  # a sum of products in float32 is off by some units in the last place
 
@@ -53,6 +71,11 @@ _ACCUMULATION = 4.0  # a sum of products in float32 is off by some units in the 
 def roundoff(dtype: str) -> float:
     """Half a unit in the last place, relative; 0 for integers, which do not round."""
     return _FLOATS.get(dtype, 0.0)
+
+
+def smallest_step(dtype: str) -> float:
+    """The distance between a dtype's subnormal numbers; 0 for integers."""
+    return _STEPS.get(dtype, 0.0)
 
 
 def precision_of(recording: Recording) -> str | None:
@@ -75,16 +98,6 @@ def coarsest(counts: Mapping[str, Any], *, tf32: bool = False) -> str | None:
     return max([*used, *(["tf32"] if tf32 else [])], key=unit_of, default=None)
 
 
-def depth_of(position: int, blocks: Sequence[int], unheard: int = 0) -> int:
-    """About how many operations stand before an output, from its place in the order of execution.
-
-    `blocks` are the places of the model's blocks: where they alone were recorded, each of them
-    stands for many operations. `unheard` is how many blocks ran before it without being recorded.
-    """
-    passed = unheard + sum(block <= position for block in blocks)
-    return max(position + 1, _OPERATIONS_A_BLOCK * passed)
-
-
 def offset_of(difference: Difference | None) -> float:
     """How large the reference's values are beside their spread; 1 when they lie around zero."""
     if difference is None or not difference.reference_std > 0:
@@ -94,7 +107,7 @@ def offset_of(difference: Difference | None) -> float:
 
 
 def estimated_floor(
-    dtypes: Sequence[str], precisions: Sequence[str | None], depth: int, offset: float = 1.0
+    dtypes: Sequence[str], precisions: Sequence[str | None], depth: float, offset: float = 1.0
 ) -> float:
     """The relative L2 error to expect; 0 when both sides are integers, which must be equal.
 
@@ -107,6 +120,24 @@ def estimated_floor(
     unit = max(unit_of(name) for name in (*dtypes, *named)) / 2
     single = 0.0 if unit < 2.0**-40 else _ACCUMULATION * 2.0**-24
     return (unit + single) * (1 + math.sqrt(depth) / 2) * max(1.0, offset)
+
+
+def floor_mode(reference: Recording, precision: str | None, mode: str | None) -> str | None:
+    """The built-in mode in which the reference is as coarse as a candidate; None where it is so.
+
+    `precision` and `mode` are the candidate's; a mode of its own counts where it is a built-in one.
+    """
+    ours = precision_of(reference)
+    if precision is None or unit_of(precision) <= (0.0 if ours is None else unit_of(ours)):
+        return None
+    if precision in _CASTS:
+        return _CASTS[precision]
+    if mode is not None and (mode.startswith("fake:") or mode in _AO_MODES):
+        return mode
+    if precision.startswith("float8"):
+        return "fp8wo"
+    bits = _BITS.search(precision)
+    return f"fake:w{bits[1]}a8" if bits is not None else None
 
 
 def is_quantised(name: str) -> bool:

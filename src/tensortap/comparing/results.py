@@ -24,9 +24,13 @@ from ..recording.schema import Provenance
 if TYPE_CHECKING:
     from .causes.cause import Cause
     from .epochs import EpochComparison, EpochPart
+    from .flips import Flips
+    from .generation import GenerationComparison
+    from .maker import Maker
 
 __all__ = [
     "BAD",
+    "BitDifference",
     "Comparison",
     "EnvironmentDifference",
     "LayerComparison",
@@ -82,10 +86,14 @@ class Part:
     """One port and leaf of a layer, over all moments that both sides have.
 
     `error` is the relative L2 error |candidate - reference| / |reference|, `floor` the error that
-    was to be expected here, in the same measure. `why` says in words what the verdict rests on.
-    Where a side holds summaries alone, `difference` is None and the two summaries are all there is.
-    `reference_error` and `candidate_error` are the distances of both sides from a truth, `nearer`
-    the side that is nearer to it: None where neither is, or the distances are unknown (NaN).
+    was to be expected here, in the same measure, and `floor_measured` whether a floor run has it.
+    `why` says in words what the verdict rests on. Where a side holds summaries alone, `difference`
+    is None and the two summaries are all there is. `reference_error` and `candidate_error` are the
+    distances of both sides from a truth, `nearer` the side that is nearer to it: None where neither
+    is, or the distances are unknown (NaN).
+    `missing` names the side that has no such leaf.
+    `flips` counts the tokens that chose other experts, in a router's choice; `apart` the tokens
+    that were judged apart since they follow one, at the moment that has most of them.
     """
 
     port: str
@@ -103,10 +111,12 @@ class Part:
     error: float = math.nan
     floor: float | None = None
     floor_ratio: float | None = None
+    floor_measured: bool = False
     hints: tuple[str, ...] = ()
     moments: int = 0
     worst_moment: Moment | None = None
     diverged_at: tuple[Moment, ...] = field(default=(), repr=False)
+    bits_differ_at: Moment | None = field(default=None, repr=False)
     max_abs_moment: Moment | None = None
     order: int = 0
     nearer: str | None = None
@@ -114,6 +124,15 @@ class Part:
     candidate_error: float = math.nan
     added: tuple[tuple[str, float], ...] = ()
     epochs: tuple[EpochPart, ...] = field(default=(), repr=False)
+    missing: str = ""
+    flips: Flips | None = None
+    apart: int = 0
+
+    @property
+    def changed_shape(self) -> bool:
+        """Whether it diverged because its shape is another, so that no value was compared."""
+        unmeasured = self.difference is None and self.reference_summary is None
+        return self.verdict == "diverged" and unmeasured and self.shape != self.candidate_shape
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -138,6 +157,8 @@ class Part:
             "nearer": self.nearer,
             "reference_error": number(self.reference_error),
             "candidate_error": number(self.candidate_error),
+            "flips": None if self.flips is None else self.flips.to_dict(),
+            "apart": self.apart,
             "added": {name: number(value) for name, value in self.added},
             "difference": None if self.difference is None else self.difference.to_dict(),
             "reference_summary": _summary(self.reference_summary),
@@ -188,8 +209,8 @@ class LayerComparison:
     @property
     def by_summaries(self) -> bool:
         """Whether a verdict was reached without the tensors."""
-        judged = self.verdict not in ("missing", "incomparable")
-        return judged and self.main is not None and self.main.difference is None
+        judged, main = self.verdict not in ("missing", "incomparable"), self.main
+        return judged and main is not None and main.difference is None and not main.changed_shape
 
     @property
     def difference(self) -> Difference | None:
@@ -245,6 +266,12 @@ class LayerComparison:
         return min(part.diverged_at) if part is not None and part.diverged_at else None
 
     @property
+    def flips(self) -> Flips | None:
+        """The tokens that chose other experts at this layer; None where none is known to."""
+        found = [part.flips for part in self.parts if part.flips is not None]
+        return found[0] if found else None
+
+    @property
     def hints(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(hint for part in self.parts for hint in part.hints))
 
@@ -287,8 +314,35 @@ class LayerComparison:
             "why": self.why,
             "hints": list(self.hints),
             "causes": [cause.to_dict() for cause in self.causes],
+            "flips": None if self.flips is None else self.flips.to_dict(),
             "note": self.note,
             "parts": [part.to_dict() for part in self.parts],
+        }
+
+
+@dataclass(frozen=True)
+class BitDifference:
+    """The first layer whose bits differ, though all that ran before it has the same bits.
+
+    That alone does not prove a bug: its verdict may be `within`. `maker` is the module that made
+    it, where the inputs tell.
+    """
+
+    row: LayerComparison
+    maker: Maker | None
+
+    @property
+    def layer(self) -> str:
+        return self.row.layer
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layer": self.row.layer,
+            "candidate_layer": self.row.candidate_layer,
+            "verdict": self.row.verdict,
+            "error": number(self.row.error),
+            "floor_ratio": number(self.row.floor_ratio),
+            "made_in": None if self.maker is None else self.maker.to_dict(),
         }
 
 
@@ -309,13 +363,18 @@ class Comparison:
     preset: str | None = None
     truth: str | None = None
     measured_on: str = "cpu"
+    generations: tuple[GenerationComparison, ...] = field(default=(), repr=False)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """Nothing diverged and nothing was incomparable; missing layers alone do not count."""
-        return not any(row.verdict in BAD for row in self.layers)
+        """Nothing diverged and nothing was incomparable; missing layers alone do not count.
+
+        A text that parts for another reason than rounding or a draw counts.
+        """
+        bad = any(one.kind == "bug" for one in self.generations)
+        return not bad and not any(row.verdict in BAD for row in self.layers)
 
     def __bool__(self) -> bool:
         return self.same
@@ -325,6 +384,22 @@ class Comparison:
         """The first diverged layer in order of execution; gradients run behind all outputs."""
         diverged = [row for row in self.layers if row.verdict == "diverged"]
         return min(diverged, key=_when, default=None)
+
+    @property
+    def maker(self) -> Maker | None:
+        """The module that made the first divergence, where the recordings tell."""
+        from .maker import maker_of
+
+        first = self.first_divergence
+        return None if first is None else maker_of(self.layers, first)
+
+    @property
+    def first_bit_difference(self) -> BitDifference | None:
+        """Where the bits part, when all that ran before has the same bits; whatever the verdict."""
+        from .maker import first_bit_difference
+
+        found = first_bit_difference(self.layers)
+        return None if found is None else BitDifference(*found)
 
     @property
     def epochs(self) -> tuple[EpochComparison, ...]:
@@ -358,20 +433,22 @@ class Comparison:
         return answer(self)
 
     def to_dict(self) -> dict[str, Any]:
-        first = self.first_divergence
+        first, bits = self.first_divergence, self.first_bit_difference
         return {
             "format": 1,
             "same": self.same,
             "sentence": self.sentence,
             "reference": self.reference,
             "candidate": self.candidate,
-            "first_divergence": None if first is None else _first(first),
+            "first_divergence": None if first is None else _first(first, self.maker),
+            "first_bit_difference": None if bits is None else bits.to_dict(),
             "counts": self.counts,
             "same_input": self.same_input,
             "floor": self.floor,
             "preset": self.preset,
             "truth": self.truth,
             "measured_on": self.measured_on,
+            "generations": [one.to_dict() for one in self.generations],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             "environment": [item.to_dict() for item in self.environment],
@@ -442,13 +519,14 @@ def _part_when(part: Part, origin: Origin | None) -> tuple[int, ...]:
     return epoch, batch, phase(part.port), backward and origin != "made here", part.order
 
 
-def _first(row: LayerComparison) -> Mapping[str, Any]:
+def _first(row: LayerComparison, maker: Maker | None) -> Mapping[str, Any]:
     names = ("layer", "candidate_layer", "verdict", "input_verdict", "origin", "why")
     causes = [cause.to_dict() for cause in row.causes]
     moment = row.first_moment
     return {
         **{name: getattr(row, name) for name in names},
         "moment": None if moment is None else list(moment),
+        "made_in": None if maker is None else maker.to_dict(),
         "hints": list(row.hints),
         "causes": causes,
     }

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 from .epochs import parted
+from .flips import Flips, about_flips
+from .generation import about_generations
+from .maker import Maker, within
 from .results import Comparison, LayerComparison
 
-__all__ = ["answer", "name_of"]
+__all__ = ["answer", "bits_words", "name_of", "place_of"]
 
 _ORIGINS = {
     "made here": "made here, for its inputs agree",
@@ -41,7 +44,7 @@ def answer(comparison: Comparison) -> str:
         diverged = sum(row.verdict == "diverged" for row in rows)
         text = (
             f"First divergence at {name_of(first.layer)} "
-            f"({_origin(first)}): {_why(first)}. {agree if before else ''}"
+            f"({_origin(first, comparison.maker)}): {_why(first)}. {agree if before else ''}"
             f"{diverged} of {_plural(len(compared), 'compared layer')} diverged."
             f"{parted(comparison)}"
         )
@@ -55,13 +58,57 @@ def answer(comparison: Comparison) -> str:
             f"No divergence: {_plural(len(compared), 'compared layer')}, "
             f"{identical} identical, {len(compared) - identical} within."
         )
-    return text + _left_out(rows) + _against_truth(comparison)
+    return (
+        about_generations(comparison.generations)
+        + text
+        + about_flips(_flips(comparison))
+        + _bits(comparison)
+        + _left_out(rows)
+        + _against_truth(comparison)
+    )
 
 
-def _origin(row: LayerComparison) -> str:
+def _flips(comparison: Comparison) -> list[tuple[str, Flips]]:
+    """Where tokens chose other experts; after a divergence that may be what follows from it."""
+    first = comparison.first_divergence
+    rows = comparison.layers if first is None else _before(comparison.layers, first)
+    return [(name_of(row.layer), row.flips) for row in rows if row.flips is not None]
+
+
+def _bits(comparison: Comparison) -> str:
+    """Where the bits part, unless it is known who made the first divergence."""
+    found, first = comparison.first_bit_difference, comparison.first_divergence
+    if found is None or found.row is first or comparison.maker is not None:
+        return ""
+    return f" The {bits_words(found.layer, found.maker).removeprefix('the ')}."
+
+
+def bits_words(layer: str, maker: Maker | None) -> str:
+    """Where the bits of two runs part, and how far that may be trusted."""
+    where = f" (made in {place_of(maker)})" if maker is not None and maker.beside_layers else ""
+    return f"the bits first differ at {name_of(layer)}{where}; that alone does not prove a bug"
+
+
+def place_of(maker: Maker) -> str:
+    """Where a module made an error, in words: in its forward, after and before which layers."""
+    forward = f"the forward of {maker.layer}" if maker.layer else "the model's own forward"
+    if maker.after is not None:
+        forward += f", after {within(maker.layer, maker.after)}"
+    if maker.before is not None:
+        forward += f", before {within(maker.layer, maker.before)}"
+    if maker.source:
+        forward += f" ({maker.source})"
+    return forward
+
+
+def _origin(row: LayerComparison, maker: Maker | None) -> str:
     part = row.first_part
     if part is not None and part.port in _OF_TRAINING:
         return _OF_TRAINING[part.port]
+    if maker is not None and maker.layer != row.layer:
+        return f"made in {place_of(maker)}; the inputs of {maker.layer or 'the model'} agree"
+    if maker is not None and maker.after is not None:
+        return f"made in {place_of(maker)}, for its inputs agree"
     words = _ORIGINS[row.origin or "unknown"]
     if row.main is not None and row.main.port.startswith("grad"):
         return words.replace("its inputs", "the gradients that came in")

@@ -37,7 +37,8 @@ class SitePair:
     `transform` is None when the layouts agree. `problem` says why the tensors cannot be compared,
     `missing` names the side that lacks the leaf, and `reason` why, where that is known. `unpaired`
     are the moments that one side alone has. `hint` says under which order of its axes the
-    candidate would agree, `cut` what was left out.
+    candidate would agree, `cut` what was left out. `grouped` says that tokens which chose other
+    experts decide which rows there are.
     """
 
     port: str
@@ -51,6 +52,7 @@ class SitePair:
     hint: str = ""
     cut: str = ""
     reason: str = ""
+    grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,12 @@ class _Guess:
 class SitePairer:
     """Pairs the tensors of one layer after the other, and learns from what it saw."""
 
-    def __init__(self, reference: Recording, candidate: Recording) -> None:
+    def __init__(
+        self, reference: Recording, candidate: Recording, pairs: Sequence[LayerPair] = ()
+    ) -> None:
         self.reference = reference
         self.candidate = candidate
+        self._ahead = list(pairs)  # layers whose shapes may show a layout that others hide
         self._confirmed: dict[tuple[str, str], str] = {}
         self._leaves: dict[tuple[str, str], str] = {}
         self._loose = LooseLeaves()
@@ -259,6 +264,8 @@ class SitePairer:
         if not options or same.clear or not same.telling:
             return None, ""
         guesses = [_Guess(plain, option, _agreement(plain, option)) for option in options]
+        if any(guess.agreement.error < 0.5 * same.error for guess in guesses):
+            self._look_ahead()
         for guess in guesses:
             if guess.kind in self._confirmed and guess.agreement.error < 0.5 * same.error:
                 return guess.site(self._confirmed[guess.kind])[1], ""
@@ -266,6 +273,20 @@ class SitePairer:
         if best.agreement.exact and best.agreement.telling:
             return None, f"the values agree under '{best.transform.name}' of the candidate"
         return None, ""
+
+    def _look_ahead(self) -> None:
+        """Learn the layouts that the shapes of any layer show, before they are needed."""
+        pairs, self._ahead = self._ahead, []
+        for pair in pairs:
+            if pair.reference is None or pair.candidate is None:
+                continue
+            ours, theirs = (
+                next(iter(_sites(layer).get("output", {}).values()), [])
+                for layer in (pair.reference, pair.candidate)
+            )
+            stored = ours and theirs and all(record.stored for record in (*ours, *theirs))
+            if stored and ours[0].shape != theirs[0].shape:
+                self._guess(pair.reference.name, ours, theirs, by_moment(ours, theirs))
 
     def _guess(
         self, layer: str, ours: Sequence[Record], theirs: Sequence[Record], plain: Arrangement

@@ -6,8 +6,9 @@ memory map. Positions follow from the shape alone, so that sketches of two runs 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +27,15 @@ __all__ = [
     "agreement",
     "compare_values",
     "content_errors",
+    "contents",
     "sample",
 ]
 
 EXACT = 1e-3
 _SMALL = 256
 _DISTINCT = 3
+_MOST_ORDERS = 6  # of axes of one extent
+_MOST_AXES = 5
 _Key = tuple[object, ...]
 _Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -90,11 +94,19 @@ def compare_values(ours: _Values, theirs: _Values) -> Agreement:
 
 
 def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
-    """How far the values of every two records are apart; infinite where nothing speaks for them.
+    """How far the values of every two records are apart; infinite where nothing speaks for them."""
+    return contents(ours, theirs)[0]
 
-    Tensors that are stored on both sides are compared at the same few positions: as they lie, with
-    their axes sorted by extent (which undoes a permutation), and in their first sample. Otherwise
-    the summaries must do: their moments, which know no order, and the first values.
+
+def contents(
+    ours: Sequence[Record | None], theirs: Sequence[Record | None]
+) -> tuple[Matrix, Matrix]:
+    """How far the values of every two records are apart, and how they correlate, without sign.
+
+    Errors are infinite where nothing speaks for two records, correlations 0. Tensors that are
+    stored on both sides are compared at the same few positions: as they lie, with their axes
+    sorted by extent (which undoes a permutation), and in their first sample. Otherwise the
+    summaries must do: their moments, which know no order, and the first values.
     """
     moments, first = _moment_errors(ours, theirs), _first_errors(ours, theirs)
     shape = equal([r and r.shape for r in ours], [r and r.shape for r in theirs])
@@ -104,24 +116,34 @@ def content_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None
     # Few layers share all moments within 5 %, but norms come near it: first values must agree too.
     loose = np.where(shape & ~np.isnan(first), np.fmax(first, 2 * moments), 10 * moments)
     found = np.where(counts, loose, first)
-    values = _value_errors(ours, theirs)
+    values, correlations = _value_errors(ours, theirs)
     # Moments that are equal to many digits are the same values in another order.
     found = np.where(np.isnan(values) | (moments < 1e-4), np.fmin(found, values), values)
-    return np.where(np.isnan(found), np.inf, found).astype(np.float32)
+    return np.where(np.isnan(found), np.inf, found).astype(np.float32), correlations
 
 
-def _value_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
-    """The smallest error over the ways to sample; NaN where none applies to both."""
+def _value_errors(
+    ours: Sequence[Record | None], theirs: Sequence[Record | None]
+) -> tuple[Matrix, Matrix]:
+    """The smallest error over the ways to sample, NaN where none applies, and the correlation."""
     found = np.full((len(ours), len(theirs)), np.nan, dtype=np.float32)
-    left, right = _grouped(ours), _grouped(theirs)
-    for key in left.keys() & right.keys():
-        (rows, x), (columns, y) = left[key], right[key]
-        where = np.ix_(rows, columns)
-        found[where] = np.fmin(found[where], _pairwise(x, y))
-    return found
+    correlations = np.zeros((len(ours), len(theirs)), dtype=np.float32)
+    left = _grouped(ours)
+    for order in range(_MOST_ORDERS):
+        right = _grouped(theirs, order)
+        for key in left.keys() & right.keys():
+            (rows, x), (columns, y) = left[key], right[key]
+            where = np.ix_(rows, columns)
+            error, correlation = _pairwise(x, y)
+            found[where] = np.fmin(found[where], error)
+            correlations[where] = np.fmax(correlations[where], np.abs(correlation))
+        if not right:
+            break
+    return found, correlations
 
 
-def _grouped(records: Sequence[Record | None]) -> dict[_Key, tuple[list[int], Any]]:
+def _grouped(records: Sequence[Record | None], order: int = 0) -> dict[_Key, tuple[list[int], Any]]:
+    """Samples of the records by key; of axes of one extent in the order with that number."""
     groups: dict[_Key, tuple[list[int], list[_Values]]] = {}
     for number, record in enumerate(records):
         if record is None or not record.stored or 0 in record.shape:
@@ -130,7 +152,7 @@ def _grouped(records: Sequence[Record | None]) -> dict[_Key, tuple[list[int], An
             tensor = record.tensor()
         except DamagedError:  # a partial recording: what is lost pairs by other means
             continue
-        for key, view in _sketched(tensor):
+        for key, view in _sketched(tensor) if not order else _reordered(tensor, order):
             rows, values = groups.setdefault(key, ([], []))
             rows.append(number)
             values.append(sample(view, _SMALL))
@@ -153,8 +175,27 @@ def _sketched(tensor: torch.Tensor) -> list[tuple[_Key, torch.Tensor]]:
     return views
 
 
-def _pairwise(x: Any, y: Any) -> Matrix:
-    """|y - x| over the spread of x, for every two rows; NaN for a row of x that tells nothing."""
+def _reordered(tensor: torch.Tensor, number: int) -> Iterator[tuple[_Key, torch.Tensor]]:
+    """The tensor with its axes sorted by extent, those of one extent in another order."""
+    slim = tensor.squeeze()
+    if not 1 < slim.dim() <= _MOST_AXES or len(set(slim.shape)) == slim.dim():
+        return
+    extents = sorted(slim.shape, reverse=True)
+    orders = (
+        order
+        for order in itertools.permutations(range(slim.dim()))
+        if [slim.shape[axis] for axis in order] == extents
+    )
+    for order in itertools.islice(orders, number, number + 1):
+        ordered = slim.permute(order)
+        yield ("sorted", tensor.is_complex(), *ordered.shape), ordered
+
+
+def _pairwise(x: Any, y: Any) -> tuple[Matrix, Matrix]:
+    """|y - x| over the spread of x, and the correlation, for every two rows.
+
+    The error is NaN for a row of x that tells nothing.
+    """
     x, y = np.nan_to_num(x, posinf=0, neginf=0), np.nan_to_num(y, posinf=0, neginf=0)
     scale = max(float(np.abs(x).max()), float(np.abs(y).max())) or 1.0
     x, y = x / scale, y / scale
@@ -167,8 +208,10 @@ def _pairwise(x: Any, y: Any) -> Matrix:
     telling = (spread > least) & ((np.diff(np.sort(x, 1), axis=1) > 0).sum(1) >= _DISTINCT)
     error = np.sqrt(np.maximum(squares, 0, out=squares), out=squares)
     error /= np.where(telling, spread, np.nan)[:, None]
-    found: Matrix = error.astype(np.float32)
-    return found
+    x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
+    sizes = np.outer(np.where(telling, spread, 0), np.linalg.norm(y, axis=1))
+    correlation = np.divide(x @ y.T, sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    return error.astype(np.float32), correlation.astype(np.float32)
 
 
 def _moment_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]) -> Matrix:
@@ -195,7 +238,7 @@ def _first_errors(ours: Sequence[Record | None], theirs: Sequence[Record | None]
     left, right = _first_values(ours), _first_values(theirs)
     for length in left.keys() & right.keys():
         (rows, x), (columns, y) = left[length], right[length]
-        found[np.ix_(rows, columns)] = _pairwise(x, y)
+        found[np.ix_(rows, columns)] = _pairwise(x, y)[0]
     return found
 
 

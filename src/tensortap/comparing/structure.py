@@ -12,18 +12,20 @@ import difflib
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from ..recording.reader import Layer, Record, Recording
 from ..recording.schema import Port
+from .consensus import by_consensus
 from .likeness import shape_likeness, type_likeness
 from .names import normalised
 from .paths import Matrix, best_path, equal, gaps, table
-from .sketch import content_errors
+from .sketch import contents
 
 __all__ = ["by_structure"]
 
@@ -43,6 +45,7 @@ class _Side:
     places: list[int]
     layers: list[Layer]
     records: list[Record | None]
+    inputs: list[Record | None]
     containers: list[bool]
 
     def part(self, numbers: Sequence[int]) -> _Side:
@@ -54,10 +57,16 @@ class _Scores:
     """What speaks for every two lone layers; `errors` is infinite where the values say nothing.
 
     `indices` is 0 where both names say which block they are in and differ in it, `places` where
-    they differ in nothing but numbers: those are two layers of one scheme of names.
+    they differ in nothing but numbers: those are two layers of one scheme of names. `given` is 1
+    where both got the same inputs and 0 where they did not, `forms` 1 where both or neither have
+    layers inside, `elsewhere` 1 where what one of the two holds is held by another layer.
     """
 
     errors: Matrix
+    correlations: Matrix
+    given: Matrix
+    forms: Matrix
+    elsewhere: Matrix
     types: Matrix
     shapes: Matrix
     names: Matrix
@@ -83,12 +92,32 @@ class _Scores:
         schemes = equal([_scheme(name) for name in left], [_scheme(name) for name in right])
         places = (~schemes | equal(left, right)).astype(np.float32)
         indices = table(blocks, others, _fit)
-        errors = content_errors(ours.records, theirs.records)
-        return cls(errors, types, shapes, names, indices, places)
+        errors, correlations = contents(ours.records, theirs.records)
+        given = _given(*contents(ours.inputs, theirs.inputs))
+        forms = equal(ours.containers, theirs.containers).astype(np.float32)
+        elsewhere = _elsewhere(errors)
+        return cls(
+            errors, correlations, given, forms, elsewhere, types, shapes, names, indices, places
+        )
 
     def part(self, rows: Sequence[int], columns: Sequence[int]) -> _Scores:
         where = np.ix_(rows, columns)
         return _Scores(*(matrix[where] for matrix in vars(self).values()))
+
+    def learnt(self, ours: _Side, theirs: _Side, pairs: Sequence[tuple[int, int]]) -> _Scores:
+        """The same with the types that the values have shown to be one, whatever each is called."""
+        votes: dict[str, Counter[str]] = {}
+        for i, j in pairs:
+            if self.forms[i, j] == 1:
+                votes.setdefault(ours.layers[i].type, Counter())[theirs.layers[j].type] += 1
+
+        def likeness(left: str, right: str) -> float:
+            return votes[left][right] / votes[left].total() if left in votes else 0.0
+
+        kinds = table(
+            [one.type for one in ours.layers], [one.type for one in theirs.layers], likeness
+        )
+        return replace(self, types=np.maximum(self.types, kinds * (self.forms == 1)))
 
     def by_content(self) -> Matrix:
         """Greater than 0 where two layers hold the same values and no other comes nearer."""
@@ -100,13 +129,15 @@ class _Scores:
         alike &= ((self.types > 0) & (self.indices > 0)) | (errors < _CLOSE)
         alike &= (self.places > 0) | (errors < _SAME)
         score = 10 * (1 - np.where(alike, errors, 0)) + 3 * self.types + self.shapes + self.names
+        score += 4 * self.given + 2 * self.forms  # a block holds what its last layer holds
         return np.where(alike, score, 0).astype(np.float32)
 
     def by_structure(self) -> Matrix:
         """Greater than 0 where two layers are of one type and of shapes that can be compared."""
         fitting = (self.types >= 0.5) & (self.shapes > 0) & (self.places > 0)
-        nearness = 1 - np.minimum(self.errors, 1)
-        score = 1 + self.types + self.shapes / 2 + self.names + nearness
+        fitting &= self.elsewhere == 0
+        nearness = np.maximum(1 - np.minimum(self.errors, 1), self.correlations**2)
+        score = 1 + self.types + self.shapes / 2 + self.names + nearness + self.given
         return np.where(fitting, score, 0).astype(np.float32)
 
 
@@ -125,7 +156,18 @@ def by_structure(
     for left, right in _windows(ours, theirs):
         found.update(_match(left, right, known, pairs))
     names, partners = reference.layers, candidate.layers
-    return {names[a]: (partners[b], how) for a, (b, how) in found.items()}
+    alike = {names[a]: (partners[b], how) for a, (b, how) in found.items()}
+    everything = {**pairs, **{name: partner for name, (partner, _) in alike.items()}}
+    ours_types, theirs_types = (
+        {name: recording[name].type for name in recording.layers}
+        for recording in (reference, candidate)
+    )
+    for name, partner in by_consensus(ours_types, theirs_types, everything, list(pairs)).items():
+        if partner is None:
+            del alike[name]
+        else:
+            alike[name] = (partner, "structure")
+    return alike
 
 
 def _match(
@@ -143,6 +185,7 @@ def _match(
         content |= {left[i]: right[j] for i, j in best_path(here.by_content())}
     content |= _out_of_order(scores, ours, theirs, content)
     sure |= content
+    scores = scores.learnt(ours, theirs, [(rows[a], columns[b]) for a, b in content.items()])
     structure: dict[int, int] = {}
     free = [place for place in ours.places if place not in content]
     taken = set(content.values())
@@ -161,6 +204,21 @@ def _match(
         **{a: (b, "content") for a, b in content.items()},
         **{a: (b, "structure") for a, b in structure.items()},
     }
+
+
+def _given(errors: Matrix, correlations: Matrix) -> Matrix:
+    """1 for the same inputs, at most half of it for others or where that is not known."""
+    known = np.where(errors < _CLOSE, 1, correlations**2 / 2)
+    return np.where(np.isinf(errors), 0.5, known).astype(np.float32)
+
+
+def _elsewhere(errors: Matrix) -> Matrix:
+    """1 where two layers hold other values, and one of them the very values of a third layer."""
+    if not errors.size:
+        return errors
+    least = np.minimum(errors.min(axis=1, keepdims=True), errors.min(axis=0, keepdims=True))
+    found = (least < _SAME) & (errors > _CLOSE) & (errors > 10 * least)
+    return np.asarray(found, dtype=np.float32)
 
 
 def _convincing(path: Sequence[tuple[int, int]], here: _Scores, bounds: int) -> bool:
@@ -189,13 +247,16 @@ def _out_of_order(
     close &= (here.places > 0) | (here.errors < _SAME)
     close &= here.errors <= here.errors.min(axis=1, keepdims=True)
     close &= here.errors <= here.errors.min(axis=0, keepdims=True)
+    evidence = scores.given + scores.forms
     pairs: dict[int, int] = {}
     for i, j in zip(*np.nonzero(close), strict=True):
         # Paired layers count as rivals too: of twins, neither is the one.
         row, column = rows[i], columns[j]
         near, kind = 3 * here.errors[i, j] + 1e-3, here.types[i, j]
-        rivals = (scores.errors[row] <= near) & (scores.types[row] >= kind)
+        fit = evidence[row, column]
+        rivals = (scores.errors[row] <= near) & (scores.types[row] >= kind) & (evidence[row] >= fit)
         others = (scores.errors[:, column] <= near) & (scores.types[:, column] >= kind)
+        others &= evidence[:, column] >= fit
         if rivals.sum() == 1 and others.sum() == 1:
             pairs[ours.places[row]] = theirs.places[column]
     return pairs
@@ -221,6 +282,7 @@ def _inside(
         right = [j for j, name in zip(columns, inside, strict=True) if name == parents[ancestor]]
         here = scores.part(left, right)
         fits = (here.types >= 0.8) & (here.shapes >= 0.9) & (here.places > 0)
+        fits &= here.elsewhere == 0
         for i, j in zip(*np.nonzero(fits), strict=True):
             if fits[i].sum() == 1 and fits[:, j].sum() == 1:
                 pairs[ours.places[left[i]]] = theirs.places[right[j]]
@@ -254,6 +316,7 @@ def _side(
         [places[name] for name in names],
         layers,
         [_first_record(layer, port) for layer in layers],
+        [_first_record(layer, "input") for layer in layers],
         [name in parents for name in names],
     )
 

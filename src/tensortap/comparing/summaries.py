@@ -56,8 +56,7 @@ def judge_summaries(
 
 def _changes(reference: Summary, candidate: Summary) -> dict[str, float]:
     """How much each statistic moved, relative to the size of the reference's values."""
-    scale = reference.rms
-    top = max(reference.absmax, 1e-30)
+    scale, top = reference.rms, reference.absmax
     if not scale:
         return {"l2": math.inf if candidate.l2 else 0.0}
     moments = {
@@ -87,13 +86,14 @@ class JudgedRows:
     candidate: Summary
 
 
-def judge_rows(reference: Rows, candidate: Rows, limit: float) -> JudgedRows:
-    """`judge_summaries` for the raw rows of many moments at once."""
+def judge_rows(reference: Rows, candidate: Rows, limit: float | Rows) -> JudgedRows:
+    """`judge_summaries` for the raw rows of many moments at once, by one limit or one for each."""
     changes = _row_changes(reference, candidate)
     diverged = changes > limit
     at = int(diverged.argmax())  # 0 where none did
     pair = [Summary.from_row(side[at].tolist()) for side in (reference, candidate)]
-    _, why = judge_summaries(pair[0], pair[1], limit)
+    here = float(np.broadcast_to(limit, changes.shape)[at])
+    _, why = judge_summaries(pair[0], pair[1], here)
     return JudgedRows(diverged, changes, at, why, merge_rows(reference), merge_rows(candidate))
 
 
@@ -101,7 +101,7 @@ def _row_changes(reference: Rows, candidate: Rows) -> Rows:
     """The largest change of each pair of rows; infinite where they disagree about counts."""
     column = {name: number for number, name in enumerate(COLUMNS)}
     counts = [column[name] for name in _COUNTS]
-    scale, top = rms_of(reference), np.maximum(reference[:, column["absmax"]], 1e-30)
+    scale, top = rms_of(reference), reference[:, column["absmax"]]
     with np.errstate(all="ignore"):
         apart = np.abs(candidate - reference)
         found = (

@@ -80,6 +80,12 @@ class Transform:
         """Whether nothing is done but dropping axes of extent 1."""
         return self.squeeze != ((), ()) and not (self.flat or self.permute or self.crop)
 
+    @property
+    def cuts_channels(self) -> bool:
+        """Whether something is cut off the last axis of the common layout."""
+        ours, _ = self._laid_out(*(_meta(shape) for shape in self.shapes))
+        return any(axis == ours.dim() - 1 for axis, _ in self.crop)
+
     def named(self, name: str) -> Transform:
         """The same transform under another name."""
         return replace(self, name=name)

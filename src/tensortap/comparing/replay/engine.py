@@ -14,6 +14,7 @@ from ...errors import OptionError, TapError, TargetError
 from ...recording.dtypes import dtype_name
 from ...selection.recorded import find_layer
 from ...selection.sites import Site
+from ...taps.training_mode import is_random
 from ...targets import Target
 from ..causes import Cause, explain
 from ..checks import Run, opened
@@ -238,7 +239,6 @@ def _said(site: Site, played: Sequence[Played]) -> list[str]:
     notes = [
         f"The recorded inputs were cast from {ours} to {theirs}." for ours, theirs in _casts(played)
     ]
-    random = ("Dropout", "DropPath")
-    if any(m.training and type(m).__name__.endswith(random) for m in site.module.modules()):
+    if any(is_random(module) for module in site.module.modules()):
         notes.append("The layer is in training mode: its dropout makes its output random.")
     return notes

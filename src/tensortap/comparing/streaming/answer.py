@@ -9,12 +9,14 @@ from ...recording.reader import Recording
 from ...recording.schema import Port
 from ...taps.judging import Divergence
 from ...taps.sink import Slot
+from ...targets.floor_run import FloorRun
 from ..absent import Absences
 from ..align import LayerPair
 from ..checks import check_compared, notes_of, third_warnings, warnings_of
 from ..compare import Work, floor_words, inputs_of
 from ..environment import environment_differences, same_input
 from ..floor import Floor
+from ..floor_runs import floor_notes, given_floor
 from ..moments import by_moment, in_words
 from ..parts import layer_row, missing_part, missing_row, unpaired_part
 from ..results import Comparison, LayerComparison, Part
@@ -36,7 +38,7 @@ class Terms:
     """What a run is judged by."""
 
     reference: Recording
-    floor_run: Recording | None
+    floor_run: FloorRun | None
     floor: Floor | None
     work: Work
     rules: tuple[Rule, ...]
@@ -87,10 +89,11 @@ def concluded(
         warnings=(
             *warnings_of(reference, candidate, same, [], []),
             *([] if few_of is None else [_few(len(partners), few_of)]),
-            *third_warnings(reference, terms.floor_run, "floor"),
+            *third_warnings(reference, given_floor(terms.floor_run), "floor"),
         ),
         notes=(
             *about_inputs,
+            *floor_notes(terms.floor_run),
             *([_OTHER_BATCHES] if other_batches else _other_steps(reference, sums, stopped)),
             *([f"{left_out} layers of the reference were not listened to."] if left_out else []),
             *notes_of(reference, candidate, terms.floor, conditions, rows),

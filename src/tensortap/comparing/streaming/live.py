@@ -33,6 +33,10 @@ class LiveRecord(Record):
         return self.content is not None
 
     @property
+    def fleeting(self) -> bool:
+        return True
+
+    @property
     def tensor_id(self) -> str | None:
         return self.content
 

@@ -15,6 +15,7 @@ from ...numerics.histogram import Histogram
 from ...numerics.summary import Summary
 from ...recording.rows import Sparse, sparse
 from ..epochs import EpochPart, joined
+from ..flips import Flips
 from ..moments import in_words
 from ..results import Part, Verdict, severity, worst
 
@@ -34,8 +35,11 @@ class _PartSum:
     reference: Summary | None
     candidate: Summary | None
     diverged_at: list[tuple[int, int, int]]
+    bits_differ_at: tuple[int, int, int] | None
     max_abs_moment: tuple[int, int, int] | None
     epochs: tuple[EpochPart, ...] = ()
+    flips: Flips | None = None
+    apart: int = 0
 
     @classmethod
     def of(cls, part: Part) -> _PartSum:
@@ -50,8 +54,11 @@ class _PartSum:
             reference=part.reference_summary,
             candidate=part.candidate_summary,
             diverged_at=list(part.diverged_at),
+            bits_differ_at=part.bits_differ_at,
             max_abs_moment=part.max_abs_moment,
             epochs=part.epochs,
+            flips=part.flips,
+            apart=part.apart,
         )
 
     def add(self, part: Part) -> None:
@@ -62,7 +69,12 @@ class _PartSum:
         self.candidate = _merged(self.candidate, part.candidate_summary)
         self.moments += part.moments
         self.diverged_at += part.diverged_at
+        known = [at for at in (self.bits_differ_at, part.bits_differ_at) if at is not None]
+        self.bits_differ_at = min(known, default=None)
         self.epochs = joined(self.epochs, part.epochs)
+        self.apart = max(self.apart, part.apart)
+        if part.flips is not None:
+            self.flips = part.flips if self.flips is None else self.flips.merge(part.flips)
         self.verdict = worst((self.verdict, part.verdict)) or part.verdict
 
     def _speak(self, part: Part) -> None:
@@ -106,11 +118,15 @@ class _PartSum:
             error=math.nan if found is None else found.error,
             floor=self.worst.floor,
             floor_ratio=self.worst.floor_ratio,
+            floor_measured=self.worst.floor_measured,
             moments=self.moments,
             worst_moment=self.worst.worst_moment,
             diverged_at=tuple(self.diverged_at),
+            bits_differ_at=self.bits_differ_at,
             max_abs_moment=self.max_abs_moment,
             epochs=self.epochs,
+            flips=self.flips,
+            apart=self.apart,
         )
 
 

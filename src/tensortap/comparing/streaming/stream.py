@@ -17,11 +17,13 @@ from ...errors import OptionError
 from ...recording.reader import Layer, Record, Recording
 from ...taps.judging import Divergence
 from ...taps.sink import Call, Held, Slot
+from ...targets.floor_run import FloorRun
 from ..align import LayerPair
 from ..causes.layer import explained
 from ..checks import Run, check_third, opened
 from ..compare import Work
 from ..floor import Floor, FloorHere
+from ..floor_runs import floor_beside, given_floor, is_made
 from ..measure import SiteMeasurement
 from ..results import BAD, Comparison, LayerComparison
 from ..rules import parse_rules, preset_of
@@ -59,8 +61,12 @@ class Stream:
     ) -> None:
         self._full = full
         self._reference = opened(against, False)
-        self._floor = None if floor is None else opened(floor, False)
-        check_place(path, reference=self._reference, floor=self._floor)
+        self._makes_floor = is_made(floor)
+        self._floor: FloorRun | None = None
+        if floor is not None and not self._makes_floor:
+            self._floor = FloorRun(opened(floor, False))
+        beside = given_floor(self._floor)
+        check_place(path, reference=self._reference, floor=beside)
         self.reference = self._reference.path
         self.divergence: Divergence | None = None
         self.sure = True
@@ -94,7 +100,9 @@ class Stream:
         self.sure = len(paired) >= _FEW * self._total
         names = [ours for ours, _ in self._partners.values()]
         rules = parse_rules(self._rules, names)
-        check_third(self._reference, candidate, self._floor, "floor")
+        if self._makes_floor:  # now that it is known how coarse the candidate is
+            self._floor = floor_beside("auto", self._reference, candidate)
+        check_third(self._reference, candidate, given_floor(self._floor), "floor")
         floor = None if self._floor is None else _Floor(self._reference, self._floor)
         preset = None if self._preset_rule is None else self._preset_rule.rule()
         pairer = SitePairer(self._reference, candidate)
@@ -167,7 +175,9 @@ class Stream:
         live = [live_record(call, item, self._rank) for item in heard]
         try:
             with torch.no_grad():
-                cut = self._batches.cut(ours, moment, records, live)
+                cut = None
+                if not self._work.mixtures.divides(ours, (moment[0], moment[1], moment[2])):
+                    cut = self._batches.cut(ours, moment, records, live)
                 if cut is not None:
                     self._rows[ours].cover(cut.covered, cut.alone)
                     records, live = cut.ours, [*live, *cut.theirs]
@@ -225,8 +235,8 @@ class _Recent(OrderedDict[Any, Any]):
 class _Floor(Floor):
     """A floor that is asked for the same site call after call."""
 
-    def __init__(self, reference: Recording, floor: Recording) -> None:
-        super().__init__(reference, floor)
+    def __init__(self, reference: Recording, run: FloorRun) -> None:
+        super().__init__(reference, run)
         self._measured: dict[tuple[str, str, str], FloorHere | None] = {}
 
     def here(self, layer: str, port: str, leaf: str) -> FloorHere | None:

@@ -23,10 +23,12 @@ from ...recording.reader import open as open_recording
 from ...taps.isolation import unchanged
 from ...targets import Target
 from ...targets.failing import model_failed
+from ...targets.floor_run import FloorRun
 from ..align import LayerPair, align
 from ..checks import Run, check_paired, opened
 from ..compare import Work
 from ..floor import Floor
+from ..floor_runs import floor_beside, is_made
 from ..judge import AGAINST_ESTIMATE
 from ..results import Comparison, LayerComparison, Moment
 from ..sentences import name_of
@@ -114,7 +116,7 @@ def find_window(
     where the window will be recorded: `command` writes to another folder.
     """
     if output is not None:
-        check_place(output, reference=against, floor=floor)
+        check_place(output, reference=against, floor=None if is_made(floor) else floor)
     target = _target(model, inputs)
     reference = opened(against, False)
     maps = [map] if isinstance(map, str) else list(map)
@@ -128,7 +130,7 @@ def find_window(
             self_check=self_check,
         )
         pairs = align(reference, candidate, maps=maps)
-        beside = None if floor is None else opened(floor, False)
+        beside = floor_beside(floor, reference, candidate)
         taken = None if output is None else os.fspath(output)
         return _Search(reference, candidate, pairs, beside, taken).window()
 
@@ -192,7 +194,7 @@ class _Search:
         reference: Recording,
         candidate: Recording,
         pairs: Sequence[LayerPair],
-        floor: Recording | None,
+        floor: FloorRun | None,
         taken: str | None,
     ) -> None:
         self.reference, self.candidate = reference, candidate
