@@ -334,3 +334,51 @@ class TestSentences:
     def test_options(self, llama_source: Path, options: Any, inputs: Any, words: str) -> None:
         with pytest.raises(OptionError, match=words):
             load_target(f"hf:{llama_source}", options, **inputs)
+
+
+def test_generate_records_what_it_writes(llama: Path, tmp_path: Path) -> None:
+    from tensortap.targets.running import Settings, record_target
+
+    target = load_target(f"hf:{llama}", {"generate": 4}, prompts=["the cat", "sat on the mat"])
+    plain = target(target.batches[1])
+    assert plain.shape[1] <= 8
+    run, _ = record_target(target, str(tmp_path / "run"), Settings(), lambda done, total: None)
+    first, second = run.manifest.generations
+    assert (first["batch"], second["batch"]) == (0, 1)
+    assert first["steps"] == len(first["tokens"][0]) <= 4
+    assert second["tokens"] == plain[:, second["prompt_length"] :].tolist()
+    words = [WORDS[token] for token in second["tokens"][0]]
+    assert second["pieces"] == [words] and second["text"] == [" ".join(words)]
+
+
+def test_generate_can_sample_with_a_seed(llama: Path) -> None:
+    options = {"generate": 4, "seed": 3}
+    texts = []
+    for _ in range(2):
+        target = load_target(f"hf:{llama}", options, ["do_sample=true"], prompts=["the cat"])
+        torch.manual_seed(3)
+        texts.append(target(target.batches[0]))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "words"),
+    [
+        ({"generate": 0}, (), "generate is '0', expected a whole number from 1"),
+        ({"generate": 2}, ("do_sample=perhaps",), "do_sample is 'perhaps', expected true or false"),
+        ({}, ("do_sample=true",), "Say how many: --generate N"),
+    ],
+)
+def test_generate_refuses_what_it_cannot_do(
+    llama: Path, options: dict[str, Any], sets: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(OptionError, match=words):
+        load_target(f"hf:{llama}", options, sets, prompts=["the cat"])
+
+
+def test_a_model_without_a_head_cannot_generate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(TargetError, match="no head that writes tokens"):
+        load_target(f"hf:{tmp_path}", {"generate": 2}, prompts=["the cat"])

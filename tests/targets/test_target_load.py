@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -141,21 +142,67 @@ class TestFiles:
         assert done.stdout.strip() == "some_pkg.mod:build", done.stderr
 
 
+class TestPlainModels:
+    """A function, a class or a variable that gives a model and no inputs: files give these."""
+
+    BODY = (
+        "class Net(nn.Module):\n"
+        "    def __init__(self, width: int = 2):\n"
+        "        super().__init__()\n"
+        "        self.fc = nn.Linear(width, 3)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(x)\n"
+        "def build():\n    return Net()\n"
+        "net = Net()\n"
+        "whole = __import__('tensortap').Target(net, torch.ones(1, 2))\n"
+    )
+
+    @pytest.mark.parametrize("name", ["build", "Net", "net", "whole"])
+    def test_inputs_come_from_files(self, name: str, write: Any, tmp_path: Path) -> None:
+        batch = np.random.default_rng(0).random((4, 2), dtype=np.float32)
+        np.save(tmp_path / "batch.npy", batch)
+        target = load_target(f"{write(self.BODY)}:{name}", inputs_from=[tmp_path / "batch.npy"])
+        assert type(target.model).__name__ == "Net"
+        (given,) = target.batches
+        assert torch.equal(given.args[0], torch.from_numpy(batch))
+        assert target(given).shape == (4, 3)
+
+    def test_options_reach_a_class(self, write: Any, tmp_path: Path) -> None:
+        np.save(tmp_path / "batch.npy", np.zeros((1, 5), np.float32))
+        target = load_target(
+            f"{write(self.BODY)}:Net", {}, ["width=5"], inputs_from=[tmp_path / "batch.npy"]
+        )
+        assert target.model.fc.in_features == 5
+
+    def test_a_variable_may_be_a_target(self, write: Any) -> None:
+        assert load_target(f"{write(self.BODY)}:whole").batches[0].args[0].tolist() == [[1, 1]]
+
+    def test_a_function_is_no_model(self, write: Any, tmp_path: Path) -> None:
+        np.save(tmp_path / "batch.npy", np.zeros((1, 5), np.float32))
+        spec = f"{write('def build():' + chr(10) + '    return lambda x: x' + chr(10))}:build"
+        with pytest.raises(TargetError, match="returned a function, expected"):
+            load_target(spec, inputs_from=[tmp_path / "batch.npy"])
+
+
 class TestSentences:
     @pytest.mark.parametrize(
         ("body", "function", "words"),
         [
             ("def build():\n    return model, x\n", "biuld", ["no function 'biuld'", "'build'"]),
-            ("build = 3\n", "build", ["the int 3", "not a function"]),
-            ("", "model", ["a Linear", "not a function"]),
+            ("build = 3\n", "build", ["the int 3", "neither a function nor a model"]),
+            ("", "model", ["gives a model (Linear) and no inputs", "--inputs-from FILE (.safet"]),
             ("raise KeyError('gone')\n", "build", ["KeyError", "gone", "target.py:4"]),
             ("import no_such_package\n", "build", ["ModuleNotFoundError", "no_such_package"]),
             ("def build(:\n", "build", ["SyntaxError", "target.py:4"]),
             ("raise SystemExit(3)\n", "build", ["SystemExit"]),
-            ("def build():\n    return model\n", "build", ["returned a Linear", "(model, inputs)"]),
+            ("def build():\n    return model\n", "build", ["gives a model", "(model, inputs)"]),
             ("def build():\n    pass\n", "build", ["returned None"]),
-            ("def build():\n    return 1, x\n", "build", ["rubbish", "the int 1"]),
-            ("def build():\n    return model, 'x'\n", "build", ["rubbish", "the str 'x'"]),
+            (
+                "def build():\n    return 1, x\n",
+                "build",
+                ["something else", "the int 1"],
+            ),
+            ("def build():\n    return model, 'x'\n", "build", ["something else", "the str 'x'"]),
             ("def build():\n    return model, x, x\n", "build", ["a tuple of 3"]),
             (
                 "def build():\n    return nn.Linear(2, 2)(torch.ones(3)), x\n",

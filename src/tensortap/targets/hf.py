@@ -10,7 +10,8 @@ import contextlib
 import inspect
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import MissingExtraError, OptionError, TargetError
+from ..recording.kinds import parse
+from ..regular_files import read_regular
 from ..taps.programs.quiet import quietly
 from .artefacts import with_inputs
 from .input_ids import check_range, read_input_ids
@@ -27,7 +30,9 @@ from .target import Batch, Target
 
 __all__ = ["load_checkpoint"]
 
-_TAKES = ("attn_implementation", "device", "dtype", "mode", "seed", "seq_len")
+_TAKES = (
+    "attn_implementation", "device", "do_sample", "dtype", "generate", "mode", "seed", "seq_len",
+)  # fmt: skip
 _LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _WEIGHTS = "model.safetensors"
 # What transformers raises, from many places, on a folder that it cannot read.
@@ -77,9 +82,15 @@ def load_checkpoint(
         check_range(batch["input_ids"], vocabulary, where)
     model, notes = _model(transformers, kind, config, folder, dtype, values)
     model = model.to(device).eval()
+    writes = "generate" in values
+    if writes:
+        _check_generates(model, folder)
+    fit = _given if writes else _fit
     target = Target(
         model,
-        [_fit(model, config, batch, device) for batch in batches] or Batch(),
+        [fit(model, config, batch, device) for batch in batches] or Batch(),
+        run=_generating(int(values["generate"]), _sampled(values)) if writes else None,
+        decode=_decoder(transformers, folder) if writes else None,
         mode=None if values.get("mode") is None else str(values["mode"]),
         name=spec,
         prompt=list(prompts) or None,
@@ -129,10 +140,13 @@ def _check_options(
         )
     if inputs_from and "seq_len" in values:
         raise OptionError("--seq-len cuts --prompt and --input-ids, not what --inputs-from holds.")
-    for key in ("seq_len", "seed"):
+    for key, least in (("seq_len", 1), ("seed", 0), ("generate", 1)):
         text = str(values.get(key, 1))
-        if not text.isdecimal() or (key == "seq_len" and int(text) < 1):
-            raise OptionError(f"{key} is {text!r}, expected a whole number.")
+        if not text.isdecimal() or int(text) < least:
+            raise OptionError(f"{key} is {text!r}, expected a whole number from {least}.")
+    if "do_sample" in values and "generate" not in values:
+        raise OptionError("do_sample says how tokens are generated. Say how many: --generate N.")
+    _sampled(values)
 
 
 def _check_folder(folder: Path) -> None:
@@ -162,7 +176,7 @@ def _check_folder(folder: Path) -> None:
 
 def _check_shards(folder: Path, index: Path) -> None:
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        shards = set(parse(read_regular(index, 64 << 20))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise TargetError(f"{str(index)!r} is damaged: it is no index of weights.") from error
     missing = sorted(str(shard) for shard in shards if not (folder / str(shard)).is_file())
@@ -262,10 +276,11 @@ def _encode(
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
     except _LOADING as error:
+        there = any(folder.glob("*token*")) or any(folder.glob("*vocab*"))
+        reason = f" that can be loaded: {_first_line(error)}" if there else "."
         raise TargetError(
-            f"The checkpoint {str(folder)!r} has no tokenizer that can be loaded: "
-            f"{_first_line(error)} Save one with tokenizer.save_pretrained(folder), or give "
-            "--input-ids FILE."
+            f"The checkpoint {str(folder)!r} has no tokenizer{reason} Save one with "
+            "tokenizer.save_pretrained(folder), or give --input-ids FILE."
         ) from error
     cut = {} if seq_len is None else {"truncation": True, "max_length": seq_len}
     batches = [dict(tokenizer(prompt, return_tensors="pt", **cut)) for prompt in prompts]
@@ -293,6 +308,62 @@ def _fit(
             rows = kept["input_ids"].shape[0]
             kept["decoder_input_ids"] = torch.full((rows, 1), start, device=device)
     return kept
+
+
+def _given(
+    model: Any, config: Any, batch: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Any]:
+    """What `generate` is given: it makes the decoder's first token itself."""
+    return {
+        key: value.to(device)
+        for key, value in _fit(model, config, batch, device).items()
+        if not key.startswith("decoder_")
+    }
+
+
+def _check_generates(model: Any, folder: Path) -> None:
+    can = getattr(model, "can_generate", None)
+    if not callable(can) or not can():
+        raise TargetError(
+            f"The {type(model).__name__} of {str(folder)!r} has no head that writes tokens, so it "
+            "cannot generate. Leave out --generate, or save the checkpoint of a model that can."
+        )
+
+
+def _sampled(values: Mapping[str, Any]) -> bool:
+    text = str(values.get("do_sample", False)).lower()
+    if text not in ("true", "false", "1", "0"):
+        raise OptionError(f"do_sample is {text!r}, expected true or false.")
+    return text in ("true", "1")
+
+
+def _generating(count: int, sampled: bool) -> Callable[[Any, Batch], Any]:
+    """Runs a model to the end of the tokens that it writes, one beam."""
+
+    def run(model: Any, batch: Batch) -> Any:
+        options: dict[str, Any] = {"max_new_tokens": count, "do_sample": sampled, "num_beams": 1}
+        if getattr(model.generation_config, "pad_token_id", None) is None:
+            ends = model.generation_config.eos_token_id
+            options["pad_token_id"] = ends[0] if isinstance(ends, list) else (ends or 0)
+        with warnings.catch_warnings():
+            # a temperature that the checkpoint sets means nothing without sampling
+            warnings.simplefilter("ignore", UserWarning)
+            return model.generate(*batch.args, **options, **batch.kwargs)
+
+    return run
+
+
+def _decoder(transformers: Any, folder: Path) -> Callable[[list[int]], str] | None:
+    """What turns tokens into text; None where the checkpoint has no tokenizer."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
+    except _LOADING:
+        return None
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    return decode
 
 
 def _first_line(error: BaseException) -> str:

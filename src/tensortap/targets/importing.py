@@ -22,7 +22,7 @@ from ..errors import OptionError, TapError, TargetError
 from .artefacts import SUFFIXES, models_in
 from .failing import LEAVING
 from .options import parse_device
-from .target import Target, describe
+from .target import Target, describe, is_model
 
 __all__ = ["Found", "call", "finding", "folder_of", "importable", "is_file"]
 
@@ -175,10 +175,12 @@ def _function(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
             hint = f" Near: {', '.join(repr(n) for n in near)}." if near else ""
             raise TargetError(f"{place!r} has no function {name!r}.{hint}")
         found = getattr(found, part)
-    if isinstance(found, nn.Module | Target) or not callable(found):
+    if isinstance(found, nn.Module | Target) or (not callable(found) and is_model(found)):
+        return lambda: found  # a variable that holds what a function would return
+    if not callable(found):
         raise TargetError(
-            f"{name!r} in {place!r} is {describe(found)}, not a function. Write a function that "
-            "returns (model, inputs)."
+            f"{name!r} in {place!r} is {describe(found)}, neither a function nor a model. Write a "
+            "function that returns (model, inputs), or a model and give --inputs-from FILE."
         )
     function: Callable[..., Any] = found
     return function

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from ..recording.kinds import parse
+from ..regular_files import read_regular
 
 __all__ = ["check_range", "read_input_ids"]
 
+_LARGEST = 256 << 20  # bytes
 _FORMS = "a list of whole numbers, or a list of rows of equal length"
 
 
@@ -26,10 +28,14 @@ def read_input_ids(path: Path) -> Tensor:
         if path.suffix == ".npy":
             values: Any = np.load(path, allow_pickle=False).tolist()
         elif path.suffix == ".json":
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = parse(read_regular(path, _LARGEST))
         else:
-            lines = path.read_text(encoding="utf-8").replace(",", " ").splitlines()
+            lines = read_regular(path, _LARGEST).decode("utf-8").replace(",", " ").splitlines()
             values = [[int(word) for word in line.split()] for line in lines if line.strip()]
+    except OSError as error:
+        raise OptionError(
+            f"The --input-ids file {str(path)!r} cannot be read: {error.strerror or error}."
+        ) from error
     except (ValueError, EOFError) as error:
         reason = str(error).splitlines()[0]
         raise OptionError(
@@ -40,23 +46,23 @@ def read_input_ids(path: Path) -> Tensor:
 
 def _rows(values: object, path: Path) -> list[list[int]]:
     if not isinstance(values, list) or not values:
-        raise _rubbish(path, "an empty list" if values == [] else type(values).__name__)
+        raise _misfit(path, "an empty list" if values == [] else type(values).__name__)
     rows = values if isinstance(values[0], list) else [values]
     for row in rows:
         if not isinstance(row, list) or not row:
-            raise _rubbish(path, "an empty row" if row == [] else "rows mixed with numbers")
+            raise _misfit(path, "an empty row" if row == [] else "rows mixed with numbers")
         for value in row:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise _rubbish(path, repr(value))
+                raise _misfit(path, repr(value))
             if not -(2**63) <= value < 2**63:
-                raise _rubbish(path, f"the number {value}")
+                raise _misfit(path, f"the number {value}")
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:
-        raise _rubbish(path, f"rows of {lengths[0]} to {lengths[-1]} numbers")
+        raise _misfit(path, f"rows of {lengths[0]} to {lengths[-1]} numbers")
     return rows
 
 
-def _rubbish(path: Path, got: str) -> OptionError:
+def _misfit(path: Path, got: str) -> OptionError:
     return OptionError(f"The --input-ids file {str(path)!r} holds {got}, expected {_FORMS}.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,14 +15,17 @@ from ..taps.programs.base import Options as ProgramOptions
 from .artefacts import check_usable, is_artefact, load_artefact, with_inputs
 from .casting import cast_target, unheeded
 from .importing import Found, call, finding
+from .inputs_from import SUFFIXES as INPUT_SUFFIXES
 from .modes.builtin import CASTS, apply_mode, is_builtin
 from .modes.declared import meaning, project_of
 from .modes.project import ModeTable
 from .modes.sparing import check_not_spoilt, collect, spared
 from .options import arguments, given, parse_dtype, takes
-from .target import Target, describe
+from .target import Batch, Target, describe, is_model
 
 __all__ = ["load_target"]
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
 def load_target(
@@ -162,7 +166,7 @@ def _built(
         dtype = parse_dtype(dtype)
     notes = _seeded(function, values, spec)
     keywords = arguments(function, values, f"The target {spec!r}")
-    target = _to_target(call(found, keywords), spec, mode)
+    target = _to_target(call(found, keywords), spec, mode, with_files=bool(inputs_from))
     target = replace(target, notes=(*target.notes, *notes)) if notes else target
     check_usable(target, compiled or ProgramOptions())
     check_not_spoilt(target, spec)
@@ -203,14 +207,24 @@ def _check_dtype(mode: object, values: Mapping[str, Any]) -> None:
         raise OptionError(f"--mode {mode} and --dtype {dtype} are not the same. Give one of them.")
 
 
-def _to_target(result: object, spec: str, mode: object) -> Target:
+def _to_target(result: object, spec: str, mode: object, *, with_files: bool) -> Target:
+    """What a function returned as a target; a model alone is one where files give its inputs."""
     if isinstance(result, Target):
         target = result
     elif isinstance(result, tuple) and len(result) == 2:
         try:
             target = Target(*result)
         except TargetError as error:
-            raise TargetError(f"The target {spec!r} returned rubbish. {error}") from error
+            raise TargetError(
+                f"The target {spec!r} returned something else than a target. {error}"
+            ) from error
+    elif is_model(result) and not isinstance(result, _FUNCTIONS):
+        if not with_files:
+            raise TargetError(
+                f"The target {spec!r} gives a model ({type(result).__name__}) and no inputs. Give "
+                f"--inputs-from FILE ({', '.join(INPUT_SUFFIXES)}), or return (model, inputs)."
+            )
+        target = Target(result, Batch())
     else:
         raise TargetError(
             f"The target {spec!r} returned {describe(result)}, expected a tensortap.Target or "

@@ -9,19 +9,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import RecordingError, TapError, TargetError
+from ..errors import OptionError, RecordingError, TapError, TargetError
 from ..taps.programs.base import Options
-from .target import Batch, Target
+from .target import Batch, Target, describe
 
 if TYPE_CHECKING:
     from ..recording.reader import Recording
     from ..taps import Recorder
 
-__all__ = ["Outcome", "Settings", "record_target", "run_target"]
+__all__ = ["Outcome", "Settings", "check_eval", "record_target", "run_target"]
 
 _BACKWARD = (
     "Gradients are those of the output's loss where it has one, else of the mean of its first "
     "floating-point tensor."
+)
+
+_PERTURBED = (
+    "What the layers were given was moved by single roundings (--perturb): this run is a floor for "
+    "comparisons, and no measure of the model."
 )
 
 
@@ -39,6 +44,8 @@ class Settings:
     overwrite: bool = False
     early_stop: bool = True
     strict: bool = False
+    perturb: bool = False
+    eval: bool = False
     command: str | None = None
     against: str | None = None
     stop: bool = False
@@ -80,10 +87,22 @@ def run_target(
     target: Target, path: str, settings: Settings, progress: Callable[[int, int | None], None]
 ) -> Outcome:
     """Run the batches of a target under a recorder, until they end or the recorder stops them."""
+    if not settings.perturb:
+        return _run_target(target, path, settings, progress)
+    from .perturbing import perturbed
+
+    with perturbed(target) as moved:
+        return _run_target(moved, path, settings, progress)
+
+
+def _run_target(
+    target: Target, path: str, settings: Settings, progress: Callable[[int, int | None], None]
+) -> Outcome:
     import torch
 
     from ..recording import reader
     from ..taps import TapWarning, record
+    from ..taps.training_mode import in_eval
 
     about: dict[str, Any] = {
         "spec": target.name,
@@ -94,6 +113,7 @@ def run_target(
         about["config"] = target.config
     if settings.made_with is not None:
         about["made_with"] = settings.made_with
+    check_eval(target.model, settings.eval)
     recorder = record(
         target.model,
         path,
@@ -117,12 +137,20 @@ def run_target(
         target=about,
         **vars(settings.compiled),
     )
+    if settings.perturb:
+        recorder.tap.notes.append(_PERTURBED)
+    recorder.decode = target.decode
     if settings.grads:
         recorder.tap.notes.append(_BACKWARD)
     start = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TapWarning)  # a failure is said once, as the exit's reason
-        with _no_empty_folder(recorder), torch.set_grad_enabled(settings.grads), recorder:
+        with (
+            _no_empty_folder(recorder),
+            torch.set_grad_enabled(settings.grads),
+            in_eval(target.model) if settings.eval else contextlib.nullcontext(),
+            recorder,
+        ):
             for index, batch in enumerate(target.batches):
                 progress(index, len(target.batches))
                 _run(recorder, target, batch, settings, index)
@@ -138,6 +166,17 @@ def run_target(
     seconds = time.monotonic() - start
     compared = None if settings.against is None else recorder.comparison
     return Outcome(recording, seconds, recorder.tally.seen, recorder.tally.kept, compared)
+
+
+def check_eval(model: object, wanted: bool) -> None:
+    """Refuse `--eval` for what has no training mode."""
+    from torch import nn
+
+    if wanted and not isinstance(model, nn.Module):
+        raise OptionError(
+            f"--eval puts a torch.nn.Module in eval mode, and the target's model is "
+            f"{describe(model)}. Leave --eval out, or call eval() where the target is made."
+        )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import TargetError
 from ..taps.programs.base import Program
 
-__all__ = ["Batch", "Target", "describe", "register_model_check", "to_batches"]
+__all__ = ["Batch", "Target", "describe", "is_model", "register_model_check", "to_batches"]
 
 _EXPECTED = (
     "a tensor, a tuple of arguments, a dict of keyword arguments, or a list of those, one a batch"
@@ -39,7 +39,7 @@ class Target:
     `inputs` is a tensor, a tuple of arguments, a dict of keyword arguments, or a list of those,
     one a batch; `batches` is the same in one form. `run` replaces `model(*args, **kwargs)`,
     for instance by `generate`. `prompt`, `config` and `notes` are for the recording's manifest
-    and for the user's eye.
+    and for the user's eye. `decode` turns the tokens that `generate` writes into text.
     """
 
     model: Any
@@ -50,10 +50,11 @@ class Target:
     run: Callable[[Any, Batch], Any] | None = None
     config: dict[str, Any] | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
+    decode: Callable[[list[int]], str] | None = field(default=None, repr=False)
     batches: tuple[Batch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not _is_model(self.model):
+        if not is_model(self.model):
             raise TargetError(
                 f"The target's model is {describe(self.model)}, expected a torch.nn.Module, a "
                 "compiled model, or an object that holds one."
@@ -74,7 +75,8 @@ class Target:
         return self.model(*batch.args, **batch.kwargs)
 
 
-def _is_model(model: object) -> bool:
+def is_model(model: object) -> bool:
+    """Whether something is a model, or an object that holds one or can be called as one."""
     if isinstance(model, nn.Module | Program) or any(ask(model) for ask in _model_checks):
         return True
     if isinstance(model, type | str | bytes | int | float | tuple | list | dict | Tensor | None):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import MissingExtraError, OptionError
-from ...taps.describe import GRID
+from ...taps.grids import GRID
 from ...taps.isolation import unchanged
 from ...taps.programs.quiet import quietly
 from ..target import Target

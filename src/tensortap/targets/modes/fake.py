@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import OptionError
-from ...taps.describe import GRID
+from ...taps.grids import GRID, OPERAND
 from ..target import Target
 from .layers import (
     bind_weights,
@@ -207,7 +207,9 @@ def _quantise_operand(layer: nn.Module, found: Range, mode: FakeMode) -> None:
     clip = torch.tensor(found.clip, dtype=torch.float64)
     if found.dtype != torch.float64:
         clip = clip.float()
-    change = _on_grid(float(symmetric_scale(clip, mode.activations)), mode.activations)
+    scale = float(symmetric_scale(clip, mode.activations))
+    change = _on_grid(scale, mode.activations)
+    vars(layer)[OPERAND] = scale
 
     def forward(_: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = with_operand(change, args, kwargs)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...taps.describe import GRID
+from ...taps.grids import GRID
 from ...taps.plain import is_plain
 
 __all__ = [

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import OptionError
+from ...regular_files import read_regular
 
 __all__ = ["FILE", "ModeTable", "Project", "read_project"]
 
+_LARGEST = 4 << 20  # bytes
 FILE = "tensortap.toml"
 _OPTIONS: dict[str, type] = {
     "dtype": str,
@@ -101,7 +103,9 @@ def _project(file: Path) -> Project:
     except ModuleNotFoundError:  # Python 3.10
         toml = importlib.import_module("tomli")
     try:
-        data = toml.loads(file.read_text(encoding="utf-8"))
+        data = toml.loads(read_regular(file, _LARGEST).decode("utf-8"))
+    except RecursionError:
+        raise OptionError(f"{file} is nested too deeply.") from None
     except (toml.TOMLDecodeError, UnicodeDecodeError) as error:
         raise OptionError(f"{file} is no TOML file: {error}") from None
     except OSError as error:

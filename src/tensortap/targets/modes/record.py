@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import OptionError
+from ...sizes import size_in_bytes
 from ...taps.programs.base import Options
 from ..running import Settings, run_target
 from ..target import Target
@@ -47,7 +48,7 @@ def record_modes(
     outputs: bool = True,
     grads: bool = False,
     keep: Literal["tensors", "sketch", "summary"] = "tensors",
-    budget: int = 1 << 30,
+    budget: int | str = 1 << 30,
     histograms: bool = False,
     overwrite: bool = False,
     resume: bool = False,
@@ -104,7 +105,7 @@ def record_modes(
             grads=grads,
             keep=keep,
             histograms=histograms,
-            budget=budget,
+            budget=size_in_bytes("--budget", budget, 1 << 20),
             overwrite=overwrite or resume,
             early_stop=early_stop,
             strict=strict,
@@ -261,11 +262,9 @@ def _layers(layers: str | Sequence[str]) -> tuple[str, ...]:
 def _check(request: Request, *, overwrite: bool, resume: bool, jobs: int) -> None:
     if not isinstance(jobs, int) or isinstance(jobs, bool) or jobs < 1:
         raise OptionError(f"--jobs must be a whole number from 1, got {jobs!r}.")
-    calib, budget = request.calib, request.settings.budget
+    calib = request.calib
     if calib is not None and not (type(calib) is int and calib >= 1):
         raise OptionError(f"--calib must be a whole number from 1, got {calib!r}.")
-    if type(budget) is not int or budget < 1 << 20:
-        raise OptionError(f"--budget must be at least 1 MiB (1048576 bytes), got {budget!r}.")
     if request.settings.keep not in ("tensors", "sketch", "summary"):
         raise OptionError(
             f"keep must be 'tensors', 'sketch' or 'summary', got {request.settings.keep!r}."

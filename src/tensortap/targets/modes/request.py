@@ -27,7 +27,7 @@ from .project import ModeTable
 
 __all__ = ["Request", "command_of"]
 
-_FLAGS = ("seq_len", "samples", "device", "dtype", "seed")
+_FLAGS = ("seq_len", "samples", "device", "dtype", "seed", "generate")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ class Request:
                 "--prompt": self.prompts,
                 "--inputs-from": self.inputs_from,
                 "--calib": self.calib,
+                "--perturb": self.settings.perturb,
+                "--eval": self.settings.eval,
                 "--runtime": compiled.runtime,
                 "--manifest": compiled.manifest,
                 "--weights": compiled.weights,
@@ -147,7 +149,9 @@ class Request:
             "grads": settings.grads,
             "keep": settings.keep,
             "histograms": settings.histograms,
+            "eval": settings.eval or None,
             "early_stop": settings.early_stop,
+            "perturb": settings.perturb or None,
             "compiled": compiled,
             "self_check": settings.compiled.self_check,
             "against": settings.against,

@@ -24,6 +24,7 @@ _WORDS = {
     "keep": "--keep",
     "histograms": "--histograms",
     "early_stop": "--early-stop",
+    "perturb": "--perturb",
     "against": "--against",
     "mode_table": "tensortap.toml",
     "self_check": "--self-check",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ...errors import TapError
+from ...errors import DamagedError, TapError
+from ...recording.kinds import parse, plain
 from ...recording.reader import Recording
 from ...recording.reader import open as open_recording
 from ...recording.schema import COMPARISON
@@ -94,10 +94,12 @@ def _compared_before(recording: Recording) -> dict[str, Any] | None:
     if "against" not in recording.manifest.selection:
         return None
     try:
-        data = json.loads(open_store(recording.path).read_text(COMPARISON))
-    except (OSError, ValueError):
+        data = plain(parse(open_store(recording.path).read_text(COMPARISON)), "it")
+    except (OSError, ValueError, DamagedError):
         return None
-    first = data.get("first_divergence") or {}
+    first = data.get("first_divergence") or {} if isinstance(data, dict) else None
+    if not isinstance(first, dict):
+        return None
     return {
         "same": bool(data.get("same")),
         "sentence": str(data.get("sentence", "")),
