@@ -12,10 +12,10 @@ import torch
 from commands import Run
 
 from tensortap.cli.check import check as check_verb
-from tensortap.cli.common import parse_size
 from tensortap.errors import OptionError
 from tensortap.recording import Limits, Manifest, Row, Structure, Writer
 from tensortap.recording import open as open_recording
+from tensortap.sizes import parse_size
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_notes_of_an_unfinished_recording(run: Run, tmp_path: Path) -> None:
     writer.flush()
     result = run("show", tmp_path / "run")
     assert result.code == 0
-    assert "note: The recording was not closed" in result.err
+    assert "note: The recording is still being written, by process" in result.err
     writer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -195,3 +196,32 @@ def test_progress_line_when_it_takes_long(tmp_path: Path) -> None:
     assert " of 10" in result.stderr
     assert "Quick" not in result.stderr
     assert time.monotonic() - start < 30
+
+
+def test_an_unexpected_error_is_a_line_and_exits_2(tmp_path: Path) -> None:
+    """1 would say that there is a finding; the line says what to do about it."""
+    script = (
+        "import sys\n"
+        "from tensortap.cli import common\n"
+        "def verb(): raise KeyError('what\\x1b[31m')\n"
+        "import typer; app = typer.Typer(); app.command()(common.guarded(verb)); app([])\n"
+    )
+    run = [sys.executable, "-c", script]
+    result = subprocess.run(run, capture_output=True, text=True, env=environment())
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr and "\x1b" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "unexpected KeyError" in result.stderr and "report it to" in result.stderr
+    shown = {**environment(), "TENSORTAP_TRACEBACK": "1"}
+    result = subprocess.run(run, capture_output=True, text=True, env=shown)
+    assert "Traceback" in result.stderr
+
+
+def test_json_has_no_letters_that_drive_a_terminal() -> None:
+    from tensortap.cli.common import json_text
+
+    bad = "\x1b[31m \x7f \x9b2J \u202eabc \u2066 \u200f \U000e0041 \u2028"
+    text = json_text({bad: [bad, "é 中 😀"]}, indent=1)
+    assert json.loads(text) == {bad: [bad, "é 中 😀"]}
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert "é 中 😀" in text

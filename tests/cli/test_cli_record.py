@@ -234,3 +234,70 @@ def test_an_existing_recording_is_kept(run: Run, target: str, tmp_path: Path) ->
     assert open_recording(out).layers == ["first"]
     assert run("record", f"{target}:build", "-o", out, "-l", "second", "--overwrite").code == 0
     assert open_recording(out).layers == ["second"]
+
+
+TRAINING = """
+import torch
+from torch import nn
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    return model, torch.randn(8, 4)
+
+def evaluated():
+    model, x = build()
+    return model.eval(), x
+
+def callable():
+    return (lambda x: x * 2), torch.ones(2)
+"""
+
+
+def test_training_mode_is_said_and_eval_leaves_it(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    target = tmp_path / "training.py"
+    made = run("record", f"{target}:build", "-o", tmp_path / "train", "--layers", "all")
+    assert made.code == 0
+    assert made.err.count("training mode") == 1
+    assert "warning: The model was recorded in training mode: 1 layer normalises" in made.err
+    assert "training mode" in run("show", tmp_path / "train").err
+    assert "training mode" in run("show", tmp_path / "train", "--json").json["notes"][0]
+
+    quiet = run("record", f"{target}:build", "-o", tmp_path / "eval", "--layers", "all", "--eval")
+    assert "training mode" not in quiet.err
+    command = open_recording(str(tmp_path / "eval")).manifest.selection["command"]
+    assert command.endswith("--eval")
+    run("record", f"{target}:evaluated", "-o", tmp_path / "true", "--layers", "all")
+    assert run("compare", tmp_path / "true", tmp_path / "eval").code == 0
+
+    differs = run("compare", tmp_path / "true", tmp_path / "train")
+    assert differs.code == 1
+    text = " ".join(differs.out.split())
+    assert text.startswith("warning: The candidate was recorded in training mode")
+
+
+def test_resume_knows_a_recording_in_eval_mode_from_another(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    words = ("record", f"{tmp_path / 'training.py'}:build", "-o", tmp_path / "run", "--resume")
+    assert "Recorded" in run(*words, "--layers", "all").out
+    assert "Kept" in run(*words, "--layers", "all").out
+    other = run(*words, "--layers", "all", "--eval")
+    assert other.code == 2 and "eval was not given and is on" in other.err
+
+
+def test_eval_is_for_modules(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    made = run("record", f"{tmp_path / 'training.py'}:callable", "-o", tmp_path / "run", "--eval")
+    assert made.code == 2 and "--eval puts a torch.nn.Module in eval mode" in made.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_blame_and_replay_can_leave_training_mode(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    target = f"{tmp_path / 'training.py'}:build"
+    run("record", target, "-o", tmp_path / "run", "--layers", "all", "--inputs", "--eval")
+    assert run("blame", tmp_path / "run", target).code == 1
+    assert run("blame", tmp_path / "run", target, "--eval").code == 0
+    assert run("replay", tmp_path / "run", "1", target).code == 1
+    assert run("replay", tmp_path / "run", "1", target, "--eval").code == 0

@@ -40,13 +40,14 @@ def check(
         float, typer.Option(help="Warn of more than this share of subnormal values.")
     ] = 0.5,
     every: Annotated[
-        bool, typer.Option("--all", help="Every finding of a run that trained, not the first ones.")
+        bool,
+        typer.Option("--all", help="Of a run of many steps: every finding, not the first ones."),
     ] = False,
     partial: PartialOption = False,
     json: JsonOption = False,
 ) -> int:
-    """List what is unhealthy; exit 1 when there are errors."""
-    from ..recording.health import Limits, first_bad, in_time
+    """List what is unhealthy, and where a run of many steps went wrong; exit 1 on errors."""
+    from ..recording.health import Limits, first_abnormal, first_bad, onset
     from ..reporting.progress import progress
 
     recording = open_recording(folder, partial=partial)
@@ -61,7 +62,7 @@ def check(
         findings = recording.check(limits)
     errors = sum(finding.severity == "error" for finding in findings)
     warnings = len(findings) - errors
-    first = first_bad(findings)
+    first, abnormal = first_bad(findings), first_abnormal(findings)
     if json:
         print_json(
             {
@@ -70,6 +71,7 @@ def check(
                 "warnings": warnings,
                 "limits": limits.to_dict(),
                 "first": None if first is None else first.to_dict(),
+                "first_abnormal": None if abnormal is None else abnormal.to_dict(),
                 "findings": [finding.to_dict() for finding in findings],
                 "notes": recording.notes,
             }
@@ -80,18 +82,21 @@ def check(
         from ..reporting.text import clean, plural
 
         shown = findings
-        if len(recording.steps) > 1 and not every:  # NaN spreads: what came first is what counts
-            shown = in_time(findings)[:_SHOWN]
+        several = len(recording.steps) > 1
+        if several and not every:
+            shown = onset(findings)[:_SHOWN]
         if findings:
             print_table(stdout(), findings_table(shown))
         if len(shown) < len(findings):
-            say(f"… and {len(findings) - len(shown)} findings behind these: --all shows them.")
+            say(f"… and {plural(len(findings) - len(shown), 'finding')} after these: see --all.")
         layers = plural(len(recording), "layer")
         found = (
             f"{plural(errors, 'error')}, {plural(warnings, 'warning')}" if findings else "healthy"
         )
         say(f"{layers}: {found}")
-        if first is not None and errors > 1 and len(recording.steps) > 1:
-            say(f"First in time: {clean(first.text)}")
+        if several and abnormal is not None:
+            say(f"First abnormal: {clean(abnormal.text[:1].lower() + abnormal.text[1:])}")
+        if several and first is not None:
+            say(f"First NaN or Inf: {clean(first.text)}")
     print_notes(recording.notes)
     return UNHEALTHY if errors or (strict and warnings) else DONE

@@ -9,13 +9,16 @@ import math
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
-from ..errors import OptionError, TapError
+from .. import __version__
+from ..errors import TapError
 
 if TYPE_CHECKING:
     from ..recording.reader import Recording
@@ -32,15 +35,16 @@ __all__ = [
     "PartialOption",
     "PortOption",
     "guarded",
+    "json_text",
     "note",
     "open_recording",
-    "parse_size",
     "print_json",
     "say",
 ]
 
 DONE, UNHEALTHY, TROUBLE, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 130, 141
 TRACEBACK = "TENSORTAP_TRACEBACK"
+_LONGEST = 6000  # letters of a sentence on the terminal
 
 # typer before 0.12.4 does not know `X | None`.
 MaybeText = Optional[str]  # noqa: UP045
@@ -81,7 +85,7 @@ OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what
 
 
 def guarded(verb: Callable[..., int | None]) -> Callable[..., None]:
-    """A verb whose every end has its exit code, and no traceback unless it is a bug of ours."""
+    """A verb whose every end has its exit code, and no traceback unless it is asked for."""
 
     @functools.wraps(verb)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -106,10 +110,40 @@ def guarded(verb: Callable[..., int | None]) -> Callable[..., None]:
             _drop_stdout()
             _complain(f"{where}{error.strerror or error}.")
             code = TROUBLE
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:  # nobody's but ours: 1 would say that there is a finding
+            if os.environ.get(TRACEBACK):
+                raise
+            _drop_stdout()
+            _complain(_our_fault(error))
+            code = TROUBLE
         if code:
             raise typer.Exit(code)
 
     return run
+
+
+def _our_fault(error: Exception) -> str:
+    """A bug of ours in a line: what it is, where it happened, where to tell of it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())[:200]
+    return (
+        f"an unexpected {type(error).__name__}: {text}{at}. That is a mistake in tensortap "
+        f"{__version__}, unless it comes from your own code. Please report it to {_reports()}, "
+        f"with the command and the traceback that {TRACEBACK}=1 shows."
+    )
+
+
+def _reports() -> str:
+    """Where to report a mistake: what the installed package says of itself."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        for entry in metadata.metadata("tensortap").get_all("Project-URL") or ():
+            name, _, url = entry.partition(",")
+            if name.strip().lower() in ("issues", "bug tracker", "tracker"):
+                return str(url.strip())
+    return "the tensortap authors, where you got the package from"
 
 
 def _drop_stdout() -> None:
@@ -119,7 +153,10 @@ def _drop_stdout() -> None:
 
 
 def _complain(sentence: str) -> None:
-    print(f"tensortap: {_one_line(sentence)}", file=sys.stderr)  # noqa: T201
+    text = _one_line(sentence)
+    if len(text) > _LONGEST:  # a name from a file may be of any length; the end says what to do
+        text = f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 2 :]}"
+    print(f"tensortap: {text}", file=sys.stderr)  # noqa: T201
 
 
 def _one_line(text: str) -> str:
@@ -138,8 +175,23 @@ def say(text: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Strict JSON on stdout: what is undefined is null."""
-    say(json.dumps(_strict(data), indent=2, ensure_ascii=False, allow_nan=False))
+    """Strict JSON on stdout: what is undefined is null, what is no letter is an escape."""
+    say(json_text(data, indent=2))
+
+
+def json_text(data: Any, *, indent: int | None = None) -> str:
+    """Strict JSON that a terminal can be shown: control and bidi characters are escapes."""
+    text = json.dumps(_strict(data), indent=indent, ensure_ascii=False, allow_nan=False)
+    return _NO_LETTER.sub(_escaped, text)
+
+
+# What is not ASCII; line feeds are our own: JSON has none within texts.
+_NO_LETTER = re.compile(r"[^\x20-\x7e\n]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    letter = found[0]
+    return letter if letter.isprintable() else json.dumps(letter)[1:-1]
 
 
 def _strict(value: Any) -> Any:
@@ -160,18 +212,5 @@ def open_recording(path: str, *, partial: bool = False) -> Recording:
 
 
 def print_notes(notes: Iterable[str]) -> None:
-    for text in notes:
+    for text in dict.fromkeys(notes):
         note(text)
-
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)\s*", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """`1GiB`, `512 MB`, `64M` or plain bytes."""
-    match = _SIZE.fullmatch(text)
-    if match is None or (match[3] and not match[2]):
-        raise OptionError(f"{text!r} is no size. Write it as 1GiB, 512MB, or a number of bytes.")
-    power = " kmgt".index(match[2].lower() or " ")
-    base = 1000 if match[4] and not match[3] else 1024
-    return int(float(match[1]) * base**power)

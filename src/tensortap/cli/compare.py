@@ -51,7 +51,8 @@ FloorOption = Annotated[
         "--floor",
         metavar="RUN",
         help="A recording whose error is to be expected anyway: a repeat run, or the reference in "
-        "the candidate's precision. Without one it is estimated.",
+        "the candidate's precision; or auto, to make one of the reference's target. Without one "
+        "it is estimated.",
     ),
 ]
 RuleOption = Annotated[
@@ -159,7 +160,8 @@ def compare(
     device: OnDeviceOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Compare two recordings, layer by layer, or every mode in a folder with one of them. \
+    """Compare two recordings, layer by layer, or every mode in a folder with one of them; or the \
+weights of two checkpoints (hf:DIR, .safetensors, .pt). \
 Exit 0: same, 1: something diverged, 2: trouble."""
     from ..errors import OptionError
 
@@ -177,6 +179,13 @@ Exit 0: same, 1: something diverged, 2: trouble."""
         device=device,
     )
     shown = Shown(html=html, only_bad=only_bad, json=json)
+    if candidate is not None and _checkpoints(reference, candidate):
+        if (options, html, layer, mode, no_save) != (Options(), None, None, None, False):
+            raise OptionError(
+                f"{reference} and {candidate} are checkpoints: their weights are compared, with no "
+                "option but --json and --only-bad."
+            )
+        return _compare_weights(reference, candidate, shown)
     if _is_folder_of_modes(reference, candidate):
         trusted = mode or "fp32"
         if candidate is None:
@@ -197,6 +206,34 @@ Exit 0: same, 1: something diverged, 2: trouble."""
             f"{reference} CANDIDATE. Or name a folder of modes alone."
         )
     return _compare_two(reference, candidate, layer, options, shown)
+
+
+def _checkpoints(reference: str, candidate: str) -> bool:
+    """Whether both are checkpoints; one alone cannot be compared."""
+    from ..comparing.weights.files import is_checkpoint
+    from ..errors import OptionError
+
+    found = [is_checkpoint(path) for path in (reference, candidate)]
+    if any(found) and not all(found):
+        one, other = (reference, candidate) if found[0] else (candidate, reference)
+        raise OptionError(
+            f"{one} is a checkpoint and {other} is not: compare two checkpoints, whose weights "
+            f"are compared, or two recordings (tensortap record {one} -o RUN makes one)."
+        )
+    return all(found)
+
+
+def _compare_weights(reference: str, candidate: str, shown: Shown) -> int:
+    from ..comparing.weights import compare_weights
+    from ..reporting.progress import progress
+
+    with progress("Comparing") as advance:
+        comparison = compare_weights(reference, candidate, progress=advance)
+    if shown.json:
+        print_json(comparison.to_dict())
+    else:
+        comparison.print(only_bad=shown.only_bad)
+    return DONE if comparison.same else DIFFERS
 
 
 def _is_folder_of_modes(path: str, candidate: str | None) -> bool:

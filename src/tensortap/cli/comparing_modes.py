@@ -137,12 +137,22 @@ def compare_all(folder: str, reference: str, options: Options, shown: Shown, *, 
 
 
 def _notes(modes: Modes) -> dict[str, list[str]]:
-    """Each note once, with the modes that it is about: all have the reference's."""
-    found: dict[str, list[str]] = {}
+    """Each note once, with the modes that it is about, whichever recordings it is of."""
+    found: dict[str, dict[str, None]] = {}
     for row in modes.modes:
-        for text in () if row.comparison is None else row.comparison.notes:
-            found.setdefault(text, []).append(row.mode)
-    return found
+        done = row.comparison
+        if done is None:
+            continue
+        both = {
+            f"{done.reference} and {done.candidate}: ": (modes.reference, row.mode),
+            f"{done.reference}: ": (modes.reference,),
+            f"{done.candidate}: ": (row.mode,),
+        }
+        for text in done.notes:
+            of = next((start for start in both if text.startswith(start)), "")
+            names = both.get(of, (row.mode,))
+            found.setdefault(text.removeprefix(of), {}).update(dict.fromkeys(names))
+    return {text: list(names) for text, names in found.items()}
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import NotARecordingError, OptionError
-from .common import DONE, UNHEALTHY, note, say
+from .common import DONE, UNHEALTHY, json_text, note, say
 
 if TYPE_CHECKING:
     from ..monitoring.follow import State
@@ -87,7 +86,7 @@ def _json_line(state: State, screen: Screen) -> str:
     assert state.live is not None
     rows = [row.to_dict() for row in screen.rows(state)]
     data = {**state.live.to_dict(), "layers": rows, "status": state.status}
-    return json.dumps(data, ensure_ascii=False, allow_nan=False)
+    return json_text(data)
 
 
 def _table(states: Iterator[State], screen: Screen, path: str) -> int:
@@ -114,7 +113,9 @@ def _table(states: Iterator[State], screen: Screen, path: str) -> int:
 def _end(last: State | None) -> int:
     if last is None:
         return DONE
-    if last.status == "failed":
+    if last.dead:
+        note("The process that wrote the run has ended without closing it.")
+    elif last.status == "failed":
         note(f"The run failed: {last.failure or 'no reason was kept'}.")
     elif last.status == "complete":
         note("The run is complete.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 import typer
 
 from ..errors import OptionError, RecordingExistsError
+from ..sizes import parse_size
 from .aside import aside
 from .common import (
     DONE,
@@ -15,7 +16,6 @@ from .common import (
     LayersOption,
     MaybeText,
     OverwriteOption,
-    parse_size,
     print_notes,
 )
 from .compare import FloorOption, MapOption, PresetOption, RuleOption
@@ -29,6 +29,8 @@ from .targeting import (
     CustomOpsOption,
     DeviceOption,
     DtypeOption,
+    EvalOption,
+    GenerateOption,
     InputIdsOption,
     InputsFromOption,
     ManifestOption,
@@ -80,6 +82,7 @@ def record(
         str, typer.Option("--budget", metavar="SIZE", help="The most extra memory.")
     ] = "1GiB",
     overwrite: OverwriteOption = False,
+    evaluate: EvalOption = False,
     early_stop: Annotated[
         bool,
         typer.Option("--early-stop/--no-early-stop", help="Stop behind the last selected layer."),
@@ -127,6 +130,7 @@ def record(
     seed: SeedOption = None,
     sets: SetOption = None,
     prompts: PromptOption = None,
+    generate: GenerateOption = None,
     input_ids: InputIdsOption = None,
     inputs_from: InputsFromOption = None,
     runtime: RuntimeOption = None,
@@ -136,6 +140,14 @@ def record(
     accept_inferred: AcceptInferredOption = False,
     self_check: SelfCheckOption = True,
     custom_ops: CustomOpsOption = None,
+    perturb: Annotated[
+        bool,
+        typer.Option(
+            "--perturb",
+            help="Move what every layer is given by single roundings, at random: a floor for "
+            "--floor.",
+        ),
+    ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Show what would be recorded, without running.")
     ] = False,
@@ -158,6 +170,16 @@ something diverged, or a self-check of a compiled model failed. Exit 2: a mode f
         raise OptionError(
             "--stop, --coarse, --full, --floor, --rule, --map and --preset say how to judge a run "
             "against another. Name the other one with --against RUN."
+        )
+    if perturb and against is not None:
+        raise OptionError(
+            "--perturb makes a run to measure others by, and --against judges this one. Record the "
+            "perturbed run first, and give it as --floor."
+        )
+    if generate is not None and (against is not None or grads):
+        raise OptionError(
+            "--generate goes with neither --against nor --grads: after the first token that "
+            "differs two runs have different inputs. Record both, then: tensortap compare A B."
         )
     if jobs < 1:
         raise OptionError(f"--jobs must be a whole number from 1, got {jobs}.")
@@ -186,6 +208,8 @@ something diverged, or a self-check of a compiled model failed. Exit 2: a mode f
         overwrite=overwrite,
         early_stop=early_stop,
         strict=strict,
+        perturb=perturb,
+        eval=evaluate,
         against=against,
         stop=stop,
         full=full,
@@ -206,6 +230,7 @@ something diverged, or a self-check of a compiled model failed. Exit 2: a mode f
                 ("device", device),
                 ("dtype", dtype),
                 ("seed", seed),
+                ("generate", generate),
             )
             if value is not None
         },

@@ -43,6 +43,7 @@ def facts(outcome: Outcome) -> dict[str, object]:
 
 def report(outcome: Outcome, as_json: bool, *, kept: bool = False) -> int:
     """Print what was recorded, or `kept`; a self-check that failed makes it unhealthy."""
+    from ..recording.training_mode import training_note
     from ..targets.modes.rows import without_gradients
 
     recording = outcome.recording
@@ -50,7 +51,11 @@ def report(outcome: Outcome, as_json: bool, *, kept: bool = False) -> int:
         print_json({**facts(outcome), **({"kept": True} if kept else {})})
     else:
         say(_kept(outcome) if kept else recorded(outcome))
-    print_notes([*_quiet(recording), *_stopped(recording), *without_gradients(recording)])
+    in_training = training_note(recording.manifest)
+    quiet = [text for text in _quiet(recording) if text != in_training]
+    print_notes([*quiet, *_stopped(recording), *without_gradients(recording)])
+    if in_training is not None:
+        typer.echo(f"warning: {in_training}", err=True)
     code = _warn(outcome)
     if not as_json:
         verb = "check" if code else "show"

@@ -25,6 +25,8 @@ __all__ = [
     "CustomOpsOption",
     "DeviceOption",
     "DtypeOption",
+    "EvalOption",
+    "GenerateOption",
     "InputIdsOption",
     "InputsFromOption",
     "ManifestOption",
@@ -95,7 +97,22 @@ DtypeOption = Annotated[
         "--dtype", help=f"fp32, bf16, fp16, fp64, {_GIVEN}; cast behind one that takes none."
     ),
 ]
+EvalOption = Annotated[
+    bool,
+    typer.Option(
+        "--eval", help="Run the model in eval mode: no dropout, and the stored batch statistics."
+    ),
+]
 SeedOption = Annotated[MaybeInt, typer.Option("--seed", help=f"The seed, {_GIVEN}.")]
+GenerateOption = Annotated[
+    MaybeInt,
+    typer.Option(
+        "--generate",
+        metavar="N",
+        help="Generate N tokens after the prompt and record every step: the best token each time, "
+        f"or --set do_sample=true. {_GIVEN[0].upper()}{_GIVEN[1:]}.",
+    ),
+]
 SetOption = Annotated[
     MaybeList,
     typer.Option("--set", metavar="KEY=VALUE", help=f"Any option, {_GIVEN}. Repeatable."),
@@ -203,6 +220,7 @@ def chosen_target(
     compiled: Compiled | None = None,
     plan: bool = False,
     calib: int | None = None,
+    evaluate: bool = False,
 ) -> Target:
     """The target with the options that were given; what it prints goes to stderr, as its notes.
 
@@ -211,6 +229,7 @@ def chosen_target(
     from ..targets import load_target
     from ..targets.artefacts import is_artefact
     from ..targets.modes.surroundings import begin_from
+    from ..targets.running import check_eval
 
     if compiled is None and is_artefact(spec):
         raise OptionError(
@@ -241,4 +260,7 @@ def chosen_target(
             calib=calib,
         )
     print_notes(target.notes)
+    if evaluate:
+        check_eval(target.model, evaluate)
+        target.model.eval()
     return target
