@@ -89,7 +89,16 @@ def even(layers: int = 24, **more: Any) -> Blame:
 def same() -> Blame:
     rows = tuple(layer(f"blocks.{at}", handed=0.0) for at in range(3))
     return Blame(
-        "a", "b", rows, None, math.nan, final_error=0.0, final_floor=1e-6, forwards=1, limit=9
+        "a",
+        "b",
+        rows,
+        None,
+        math.nan,
+        final_error=0.0,
+        final_floor=1e-6,
+        final_verdict="identical",
+        forwards=1,
+        limit=9,
     )
 
 

@@ -138,7 +138,7 @@ def test_a_share_beyond_the_edge_is_cut_and_says_so(show: Show) -> None:
     assert page.run("document.querySelectorAll('#drawing .cut').length") == 2
     assert "goes on beyond the edge" in page.run("key.textContent")
     assert "30.0 % beside it" in page.run("key.textContent")
-    assert "2 layers have no share" in page.run("key.textContent")
+    assert "of 2 layers it is not known what part of the error" in page.run("key.textContent")
     inside = page.run(
         "(() => { const box = plot.getBoundingClientRect();"
         " return [...document.querySelectorAll('#drawing rect.share')].every(e => {"

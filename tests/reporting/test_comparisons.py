@@ -459,6 +459,7 @@ def test_the_table_of_modes_is_the_documents() -> None:
     assert cells[0] == ["0", *numbers, "good", "yes", "none"]
     assert cells[1] == ["2-1", *numbers, "good", "no", "blocks.3"]
     assert lines[8].endswith(problem)
+    assert "The grade is the documents' word for the MSE alone." in lines[-2]  # of 2-1, "good"
     assert lines[-1] == "Layer 0 is blocks.0, the last layer blocks.23."
     assert str(modes) == shown.modes_text(modes)
 
@@ -641,3 +642,24 @@ def test_difference_has_what_the_screen_reads() -> None:
     found = difference(REFERENCE, REFERENCE + NOISE)
     assert isinstance(found, Difference)
     assert list(found.percentiles or ()) == [50, 90, 95, 99]
+
+
+def test_a_verdict_that_is_not_known_to_be_made_here_says_what_is_unknown(
+    comparison: Comparison,
+) -> None:
+    layer = row("blocks.9", part(REFERENCE * 1.001, "diverged"), origin="unknown")
+    told = str(layer_screen(comparison, layer))
+    assert "Verdict: diverged, unknown whether made here (its inputs were not recorded" in told
+
+
+def test_a_good_grade_beside_a_divergence_is_explained(comparison: Comparison) -> None:
+    """The grade is the MSE's own size; a layer of small values may be wrong and very close."""
+    words = "The grade is the documents' word for the MSE alone."
+    layer = row("blocks.9", part(REFERENCE + 1e-3 * NOISE, "diverged"), origin="made here")
+    assert layer.grade == "very close"
+    assert words in str(layer_screen(comparison, layer))
+    assert words in shown.comparison_text(replace(comparison, layers=(layer,)))
+    for other in (part(REFERENCE + 1e-3 * NOISE), part(REFERENCE + 9 * NOISE, "diverged")):
+        layer = row("blocks.9", other)
+        assert words not in str(layer_screen(comparison, layer))
+        assert words not in shown.comparison_text(replace(comparison, layers=(layer,)))

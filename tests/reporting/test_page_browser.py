@@ -209,3 +209,27 @@ def test_a_comparison_of_nothing_is_a_page(show: Callable[..., chromium.Page]) -
     page = show(Comparison("a", "b", ()))
     assert page.run("document.querySelector('.answer').className") == "answer void"
     assert not page.run("document.getElementById('layers').checkVisibility()")
+
+
+@pytest.mark.parametrize("bad", [3, 60, 2500])
+def test_a_long_table_opens_at_the_first_divergence(
+    show: Callable[..., chromium.Page], bad: int
+) -> None:
+    rows = [layer(f"model.layers.{n}.mlp", "within", part()) for n in range(3000)]
+    rows[bad] = layer("the.bad.one", "diverged", part(verdict="diverged"), origin="made here")
+    page = show(Comparison("a", "b", tuple(rows)))
+    top, bottom, low, high = page.run(
+        f"(() => {{ const row = document.querySelector('[data-row=\"{bad}\"]')"
+        ".getBoundingClientRect(), box = scroller.getBoundingClientRect();"
+        " return [row.top, row.bottom, box.top + head.offsetHeight, box.bottom]; })()"
+    )
+    assert low <= top < bottom <= high
+    assert page.run("window.scrollY") == 0
+
+
+def test_the_error_is_on_a_narrow_screen(show: Callable[..., chromium.Page]) -> None:
+    page = show(messy(), 420)
+    right = page.run(
+        "document.querySelector('td[data-column=error]').getBoundingClientRect().right"
+    )
+    assert 0 < right <= 420

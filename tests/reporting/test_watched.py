@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -29,8 +30,8 @@ def raw(value: float, count: int = 16, *, nan: int = 0, zero: bool = False) -> n
     row = np.zeros(WIDTH)
     row[AT["count"]], row[AT["nan"]], row[AT["zeros"]] = count, nan, count if zero else 0
     row[AT["mean"]] = value if count == 1 else 0.0
-    row[AT["std"]], row[AT["min"]], row[AT["max"]] = value, -value, value
-    row[AT["absmax"]], row[AT["l2"]] = value, value * (count - nan) ** 0.5
+    row[AT["std"]], row[AT["min"]], row[AT["max"]] = abs(value), -abs(value), abs(value)
+    row[AT["absmax"]], row[AT["l2"]] = abs(value), abs(value) * (count - nan) ** 0.5
     if nan == count:
         row[AT["mean"] : AT["l2"]], row[AT["l2"]] = np.nan, 0.0
     return row
@@ -174,7 +175,7 @@ def test_check_names_the_first_in_time_and_not_the_first_layer(tmp_path: Path, c
     assert data["first"]["layer"] == "late"
     with pytest.raises(SystemExit):
         main(["check", str(tmp_path / "run")])
-    assert "First in time: The output of 'late', epoch 1, batch 12" in capsys.readouterr().out
+    assert "First NaN or Inf: The output of 'late', epoch 1, batch 12" in capsys.readouterr().out
 
 
 def test_parameters_and_numbers_are_judged_as_what_they_are(tmp_path: Path) -> None:
@@ -225,6 +226,26 @@ def test_a_picture_of_what_is_not_finite_and_of_alarms(tmp_path: Path) -> None:
     made = plot_steps(ways(recording.records), recording.layers, path, title="$", alarms=alarms)
     assert path.stat().st_size > 1000
     assert made.notes == ("1 alarm of steps that were not kept.",)
+
+
+def test_a_layer_has_one_colour_in_all_panels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = Steps(tmp_path / "run")
+    names = [f"blocks.{number}" for number in range(5)]
+    for step in range(3):
+        for name in names:
+            run.add(name, "output", step, raw(1.0 + step))
+        for name in names[1:4]:  # not all layers are in all panels
+            run.add(name, "grad_output", step, raw(2.0 + step))
+        run.add(names[2], "param", step, raw(3.0 + step), ".weight")
+    recording = run.close()
+    path = tmp_path / "picture.svg"
+    plot_steps(ways(recording.records), recording.layers, path, title="")
+    panels = re.findall(r'<g id="axes_\d+">.*?(?=<g id="axes_|\Z)', path.read_text(), re.DOTALL)
+    line = r'<path d="(?:[ML] \S+ \S+ ?\s*){3}" clip-path="[^"]*" style="[^"]*stroke: (#\w+)'
+    colours = [list(dict.fromkeys(re.findall(line, panel))) for panel in panels]
+    assert len(set(colours[0])) == 5
+    assert colours[1:] == [colours[0][1:4], [colours[0][2]]]
 
 
 def test_batches_that_begin_anew_each_epoch_go_on_in_the_picture(tmp_path: Path, capsys) -> None:

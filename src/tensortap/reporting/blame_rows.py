@@ -38,6 +38,7 @@ class Row:
     depth: int = 0
     culprit: bool = False
     parent: int | None = None
+    other_weights: bool = False  # than the reference's, here or inside
 
     def value(self, name: str) -> float:
         """A number of the layer by its name."""
@@ -56,7 +57,7 @@ class Row:
         """What is to be said beside the numbers, where they are not plain."""
         parts = [_HOW.get(self.layer.how, ""), text.clean(self.layer.note).rstrip(".")]
         if not self.layer.clear and self.layer.made_here > 0:
-            parts.insert(0, "rounding")
+            parts.insert(0, "other weights" if self.other_weights else "rounding")
         return "; ".join(part for part in parts if part)
 
 
@@ -81,7 +82,9 @@ def rows_of(blame: Blame, *, full_names: bool = False) -> list[Row]:
             above = layer.parent if depth else None
             name = text.layer_name(layer.layer if full_names else _below(layer.layer, above))
             is_culprit = blame.culprit is not None and layer.layer == blame.culprit
-            rows.append(Row(name, layer, depth, is_culprit, parent))
+            inside = f"{layer.layer}." if layer.layer else ""
+            other = any(n == layer.layer or n.startswith(inside) for n in blame.weights)
+            rows.append(Row(name, layer, depth, is_culprit, parent, other))
             add(children.get(layer.layer, ()), depth + 1, len(rows) - 1)
 
     add(children.get(None, ()), 0, None)

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import text
 from .console import plain, print_table, table, written
+from .generations import generations_table
 from .layer_comparison import layer_screen
 from .modes import modes_document_text, modes_table, modes_text, print_each_mode, print_modes
 from .provenance import both_sides
-from .verdicts import STYLES, cosine
+from .verdicts import GOOD_GRADES, GRADES_ARE, STYLES, cosine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -250,9 +251,16 @@ def print_comparison(
                 f"No room for: {', '.join(reversed(dropped))}. Widen the terminal, or --json.",
                 style="dim",
             )
+        if "grade" not in dropped and any(
+            row.verdict == "diverged" and row.grade in GOOD_GRADES for row in shown
+        ):
+            console.print(GRADES_ARE, style="dim")
         console.print()
     if len(comparison.epochs) > 1:
         print_table(console, epochs_table(comparison))
+        console.print()
+    if comparison.generations:
+        print_table(console, generations_table(comparison.generations))
         console.print()
     if notes:
         for note in comparison.notes:

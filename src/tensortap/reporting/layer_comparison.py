@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from . import text
 from .provenance import sentence_of_both
-from .verdicts import STYLES, cosine
+from .verdicts import GOOD_GRADES, GRADES_ARE, STYLES, cosine
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -173,7 +173,8 @@ class _Screen:
 
     def verdict(self, row: LayerComparison, part: Part | None) -> None:
         self.head("Verdict: ")
-        origin = f", {row.origin}" if row.origin else ""
+        unknown = "unknown whether made here (its inputs were not recorded on both sides)"
+        origin = f", {unknown if row.origin == 'unknown' else row.origin}" if row.origin else ""
         self.lines[-1].append(row.verdict + origin, STYLES[row.verdict])
         self.item("Why", f" {text.clean(row.why) or '-'}")
         self.item("Input", f" {row.input_verdict or 'not recorded on both sides'}")
@@ -240,6 +241,8 @@ class _Screen:
             "Grades",
             f" {d.grade} (MSE), {d.correlation_grade} (correlation), {device} the device limits",
         )
+        if part.verdict == "diverged" and d.grade in GOOD_GRADES:
+            self.line("  " + self._broken(GRADES_ARE, 2).strip())
 
     def hints(self, row: LayerComparison) -> None:
         if row.hints:

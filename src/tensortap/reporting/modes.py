@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import text
 from .console import plain, print_table, table, written
+from .verdicts import GOOD_GRADES, GRADES_ARE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,6 +112,8 @@ def print_modes(console: Console, modes: Modes) -> None:
         if row.problem and not wide:
             said = f"{row.mode} was not compared: {row.problem}"
             console.print(text.clean(said), style="yellow")
+    if any(row.first_divergence is not None and row.grade in GOOD_GRADES for row in modes.modes):
+        console.print(GRADES_ARE, style="dim")
     for line in _layers(modes):
         console.print(line, style="dim")
 

@@ -76,14 +76,25 @@ class ProgressLine(_Line):
         self.what = what
         self._done = 0
         self._total: int | None = None
+        self._told: list[tuple[int, float]] = []  # the first and the last that was done, and when
 
     def __call__(self, done: int, total: int | None) -> None:
+        if done > self._done:
+            self._told = [*self._told[:1], (done, time.monotonic())]
         self._done, self._total = done, total
 
     def _text(self) -> str:
         of = f" of {self._total}" if self._total else ""
         seconds = time.monotonic() - self._start
-        return f"{self.what}: {self._done}{of}, {seconds:.0f} s"
+        return f"{self.what}: {self._done}{of}, {seconds:.0f} s{self._left()}"
+
+    def _left(self) -> str:
+        """How long it still takes: what came before the first that was done tells nothing."""
+        if not self._total or len(self._told) < 2:
+            return ""
+        (begin, since), (done, until) = self._told
+        left = (until - since) / (done - begin) * (self._total - done)
+        return f", about {max(0.0, left - (time.monotonic() - until)):.0f} s left"
 
     def _bar(self) -> None:
         from rich import progress as rich_progress

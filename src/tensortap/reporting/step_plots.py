@@ -1,7 +1,8 @@
-"""A training run as a picture: how the numbers went over the steps, a panel a port, a line a layer.
+"""A training run as a picture: the numbers over the steps, one panel for each port.
 
-Colours go with depth, so that one sees at a glance whether early and late layers part. What is not
-finite has no height: its steps are marked at the foot of the panel. Alarms are lines through all.
+A layer is one line in a panel, and has the same colour in all of them. Colours go with depth, which
+shows at a glance whether early and late layers part. What is not finite has no height: its steps
+are marked at the foot of the panel. Alarms are lines through all panels.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ __all__ = ["plot_steps"]
 RED = "#d64545"
 _NAMED = 6  # up to so many lines have their names beside them
 _WIDE = 20.0
+_TOP = 0.92  # of the scale of colours: the last shades are too pale on white
 _TITLES = {
     "scalar": "Logged",
     "input": "Inputs",
@@ -59,9 +61,9 @@ def plot_steps(
         rows = -(-len(groups) // columns)
         figure = new_figure(7.0 * columns, 0.6 + 3.0 * rows)
         panels = np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).ravel()
-        depth = {name: number for number, name in enumerate(layers)}
+        shades = _shades(found, layers)
         for panel, (name, ways) in zip(panels, groups.items(), strict=False):
-            _panel(figure, panel, name, ways, where, depth)
+            _panel(figure, panel, name, ways, where, shades)
             _mark(panel, where, alarms)
             panel.set_xlabel(label)
             panel.set_xlim(*_span(where))
@@ -73,6 +75,30 @@ def plot_steps(
     if unplaced:
         notes.append(f"{text.plural(len(unplaced), 'alarm')} of steps that were not kept.")
     return Plotted(str(path), tuple(notes))
+
+
+def _shades(found: Sequence[Way], layers: Sequence[str]) -> dict[str, float]:
+    """Where each layer that is drawn stands on the scale of colours, from the first to the last.
+
+    Gradients come in the other direction, so the order is that of the port that has most layers
+    among the rest. A layer that is not there stands in the middle of the layers inside it, or at
+    the one that ran before it.
+    """
+    ports: dict[str, dict[str, None]] = {}
+    for way in found:
+        ports.setdefault(way.series.port, {})[way.series.layer] = None
+    ports.pop("scalar", None)
+    forward = [names for port, names in ports.items() if not port.startswith("grad")]
+    order = max(forward or ports.values(), key=len, default={})
+    depth = {name: float(at) for at, name in enumerate(order)}
+    drawn = {name for names in ports.values() for name in names}
+    before = 0.0
+    for name in layers:
+        if name in drawn and name not in depth:
+            inside = [depth[inner] for inner in order if inner.startswith(f"{name}.")]
+            depth[name] = (inside[0] + inside[-1]) / 2 if inside else before
+        before = depth.get(name, before)
+    return {name: _TOP * at / max(1, len(order) - 1) for name, at in depth.items()}
 
 
 def _group(way: Way) -> str:
@@ -103,7 +129,7 @@ def _panel(
     name: str,
     ways: Sequence[Way],
     where: Steps,
-    depth: Mapping[str, int],
+    shades: Mapping[str, float],
 ) -> None:
     import matplotlib
 
@@ -112,15 +138,15 @@ def _panel(
     panel.set_title(title.replace("$", r"\$") if scalar else f"{title}: root mean square")
     panel.grid(True, axis="y", color=GRID, linewidth=0.8)
     panel.set_axisbelow(True)
-    ways = sorted(ways, key=lambda way: depth.get(way.series.layer, 0))
+    ways = sorted(ways, key=lambda way: shades.get(way.series.layer, 0.0))
     names = list(dict.fromkeys(way.series.layer for way in ways))
     colours = matplotlib.colormaps["viridis"].resampled(256)
-    shades = {n: colours(0.92 * k / max(1, len(names) - 1)) for k, n in enumerate(names)}
     low, high, drawn = np.inf, 0.0, False
     for way in ways:
         x = np.array([where[r.epoch, r.batch] for r in way.series.records])
         y = np.where(way.bad > 0, np.nan, way.values)
-        colour = BLUE if scalar or len(ways) == 1 else shades[way.series.layer]
+        alone = scalar or len(shades) == 1
+        colour = BLUE if alone else colours(shades[way.series.layer])
         few = len(x) <= 60
         panel.plot(
             x,
@@ -144,7 +170,8 @@ def _panel(
         panel.set_yscale("log", nonpositive="mask")
     _not_finite(panel, ways, where)
     if not scalar and len(ways) > 1:
-        _key(figure, panel, ways, names, colours)
+        ends = shades[names[0]], shades[names[-1]]
+        _key(figure, panel, ways, names, colours(np.linspace(*ends, 256)))
 
 
 def _label(way: Way) -> str:
@@ -160,7 +187,7 @@ def _key(figure: Any, panel: Any, ways: Sequence[Way], names: Sequence[str], col
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
 
-    shown = ListedColormap(colours(np.linspace(0, 0.92, 256)))
+    shown = ListedColormap(colours)
     bar = figure.colorbar(
         ScalarMappable(Normalize(0, 1), shown), ax=panel, pad=0.02, aspect=28, ticks=[0, 1]
     )

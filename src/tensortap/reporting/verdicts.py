@@ -9,7 +9,13 @@ from . import text
 if TYPE_CHECKING:
     from ..numerics.difference import Difference
 
-__all__ = ["STYLES", "cosine"]
+__all__ = ["GOOD_GRADES", "GRADES_ARE", "STYLES", "cosine"]
+
+GOOD_GRADES = ("very close", "good")
+GRADES_ARE = (
+    "The grade is the documents' word for the MSE alone. The verdict asks whether rounding "
+    "explains the error: a layer can be very close and diverged."
+)
 
 STYLES = {
     "identical": "green",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...comparing.results import EnvironmentDifference
 from .. import text
+from ..generations import HEAD, generation_rows
 from .data import payload
 from .shell import as_json, assembled, notes_html, said, terms_html, warnings_html, words
 
@@ -41,7 +42,7 @@ def render_page(comparison: Comparison) -> str:
         "warnings": warnings_html(_warnings(comparison)),
         "notes": notes_html(comparison.notes),
         "environment": _environment_html(comparison),
-        "epochs": _epochs_html(comparison),
+        "epochs": _generations_html(comparison) + _epochs_html(comparison),
         "foot": _foot_html(comparison),
         "data": as_json(data),
     }
@@ -150,6 +151,22 @@ def _epochs_html(comparison: Comparison) -> str:
     return (
         '<section><h2>Epoch by epoch</h2><table class="both">'
         '<caption class="unseen">How the two runs compare, epoch by epoch</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
+    )
+
+
+def _generations_html(comparison: Comparison) -> str:
+    """What the two runs wrote, a row for each text; nothing where they wrote none."""
+    if not comparison.generations:
+        return ""
+    head = "".join(f'<th scope="col">{name}</th>' for name in HEAD)
+    body = ""
+    for first, *cells in generation_rows(comparison.generations):
+        inside = "".join(f"<td>{said(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{said(first)}</th>{inside}</tr>'
+    return (
+        '<section><h2>What the two runs wrote</h2><table class="both">'
+        '<caption class="unseen">The texts of both runs, and where they part</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></section>"
     )
 

@@ -142,7 +142,7 @@ function buildCharts() {
   });
   const said = [HIGH > 0.5 ? "Dashed: half of the error, what a culprit makes at least." : `The axis ends at ${percent(HIGH)}: a culprit would make at least half of the error.`], unknown = slots.length - known.length;
   if (known.some((size) => size < LOW || size > HIGH)) said.push("A bar with a cut goes on beyond the edge.");
-  if (unknown) said.push(`${whole(unknown)} ${unknown === 1 ? "layer has" : "layers have"} no share (?).`);
+  if (unknown) said.push(`No bar, or a “?”: of ${whole(unknown)} ${unknown === 1 ? "layer" : "layers"} it is not known what part of the error ${unknown === 1 ? "it makes" : "they make"}.`);
   if (data.outside) said.push(data.outside);
   $("key").textContent = said.join(" ");
   if (slots.some((row) => placed(value(row.floor)) && placed(value(row.made)))) $("floor_key").textContent = "; dashed: what rounding explains of what is made here";

@@ -6,7 +6,7 @@ function label(row) {
   const size = error(row), ratio = value(main(row)?.ratio);
   const words = [row.verdict, defined(size) ? `error ${text(size)}` : "no error to measure"];
   if (defined(ratio)) words.push(`${text(ratio, 3)} × floor`);
-  if (row.origin) words.push(row.origin);
+  if (row.origin) words.push(row.origin === "unknown" ? "unknown whether made here" : row.origin);
   return words.join(", ");
 }
 

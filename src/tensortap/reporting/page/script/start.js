@@ -25,4 +25,5 @@ if (rows.length) {
   buildChart();
   drawChart();
   refresh();
+  openAtFirst();
 }

@@ -1,4 +1,4 @@
-// The table: a row a layer. Rows are made when they are about to be seen, so that thousands of
+// The table: one row per layer. Rows are made when they are about to be seen, so that thousands of
 // layers cost no more than a screenful.
 const CHUNK = 150;
 const GRADES = ["very close", "good", "fair", "large"];
@@ -18,10 +18,10 @@ const ALL_COLUMNS = [
   { name: "order", title: "#", say: "order of execution", worst: "ascending", right: true, key: (row) => row.at, show: (row) => String(row.at + 1) },
   { ...worded("layer", "layer", "layer", (row) => row.layer), always: true },
   judged("verdict", "verdict", "verdict on the layer", (row) => row.verdict),
-  worded("origin", "origin", "where a divergence was made", (row) => row.origin),
-  judged("input", "input", "verdict on the layer's inputs", (row) => row.input),
   { name: "error", title: "error", say: "relative L2 error", worst: "descending", right: true, key: error, show: (row) => text(error(row)) },
   { name: "ratio", title: "× floor", say: "error as a multiple of the floor", worst: "descending", right: true, key: (row) => value(main(row)?.ratio), show: (row) => text(value(main(row)?.ratio), 3) },
+  worded("origin", "origin", "where a divergence was made", (row) => row.origin),
+  judged("input", "input", "verdict on the layer's inputs", (row) => row.input),
   worded("nearer", "nearer to truth", "side that is nearer to the truth", (row) => main(row)?.nearer || (defined(value(main(row)?.reference_error)) && "even")),
   { name: "reference_error", title: "ref. off", say: "relative L2 error of the reference against the truth", worst: "descending", right: true, key: (row) => value(main(row)?.reference_error), show: (row) => text(value(main(row)?.reference_error), 3) },
   { name: "candidate_error", title: "cand. off", say: "relative L2 error of the candidate against the truth", worst: "descending", right: true, key: (row) => value(main(row)?.candidate_error), show: (row) => text(value(main(row)?.candidate_error), 3) },
@@ -31,7 +31,7 @@ const ALL_COLUMNS = [
   numbered("cosine", "1 − cos", "one minus the cosine", "descending", "cosine_distance"),
   { ...numbered("correlation", "corr", "Pearson correlation", "ascending"), show: (row) => text(metric(main(row), "correlation"), 6) },
   numbered("sqnr", "SQNR dB", "signal to noise, in decibels", "ascending", "sqnr_db"),
-  { name: "grade", title: "grade", say: "grade by MSE", worst: "descending", key: (row) => rank(GRADES, main(row)?.grade), show: (row) => main(row)?.grade || "" },
+  { name: "grade", title: "grade", say: "the documents' grade of the MSE alone; the verdict goes by what rounding explains", worst: "descending", key: (row) => rank(GRADES, main(row)?.grade), show: (row) => main(row)?.grade || "" },
   { ...worded("type", "type", "type of the layer", typeOf), wrap: true },
   { ...worded("candidate", "candidate layer", "the candidate's layer, where its name differs", (row) => row.candidate), mono: true },
   worded("matched", "matched by", "how the two layers were paired", (row) => row.matched),
@@ -148,15 +148,29 @@ function toggle(at, open = !opened.has(at)) {
   row.querySelector("button").setAttribute("aria-expanded", String(open));
 }
 
+// Scroll the table, not the page, until a layer is below the head with so many pixels between.
+function scrollToRow(at, room) {
+  if (!rowOf(at).isConnected) drawFrom(Math.max(state.view.indexOf(at) - 20, 0));
+  const scroller = $("scroller"), row = rowOf(at);
+  scroller.scrollTop += row.getBoundingClientRect().top - scroller.getBoundingClientRect().top - $("head").offsetHeight - room;
+}
+
 // Bring a layer into view with its detail open, whatever is filtered away.
 function reveal(at) {
   if (!passes(rows[at])) clear();
-  if (!rowOf(at).isConnected) drawFrom(Math.max(state.view.indexOf(at) - 20, 0));
   toggle(at, true);
-  const scroller = $("scroller"), row = rowOf(at);
   $("layers").scrollIntoView({ block: "nearest" });
-  scroller.scrollTop += row.getBoundingClientRect().top - scroller.getBoundingClientRect().top - $("head").offsetHeight - 4;
-  row.querySelector("button").focus({ preventScroll: true });
+  scrollToRow(at, 4);
+  rowOf(at).querySelector("button").focus({ preventScroll: true });
+}
+
+// A table that is longer than its window opens at the first divergence, a few rows before it.
+function openAtFirst() {
+  const scroller = $("scroller"), first = data.first;
+  if (!(first >= 0)) return;
+  const drawn = rowOf(first).isConnected;
+  const bottom = drawn && rowOf(first).getBoundingClientRect().bottom - scroller.getBoundingClientRect().top;
+  if (!drawn || bottom > scroller.clientHeight) scrollToRow(first, 4 * rowOf(state.view[0]).offsetHeight);
 }
 
 function clear() {
