@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import functional
+import reported
+import seeing
 import torch
 import torch.nn.functional as F
+from architecture import BLOCKS, HEADS, Architecture, image
 from clean import CLEAN
+from flaws import DEPTHS, Bug, Plant, generator, hints
 from planting import (
     Attention,
     Call,
@@ -23,40 +28,35 @@ from planting import (
     round_weight,
 )
 from torch import Tensor, nn
-from zoo import ARCHITECTURES, BLOCKS, HEADS, Architecture, make
+from watching import first_wrong
+from zoo import ARCHITECTURES, make
 
 __all__ = ["BUGS", "DEPTHS", "Bug", "Case", "cases", "named"]
 
-# Of the blocks; a bug outside of them is before or behind all.
-DEPTHS = {"early": 0, "middle": 2, "late": BLOCKS - 1}
 ATTENTION, MAMBA, ALL = ("demo", "llama", "bert"), ("mamba",), ("demo", "llama", "bert", "mamba")
 
-# Plants the bug in the given layer of the model; the last two name the architecture and the block.
-Plant = Callable[[nn.Module, nn.Module, Architecture, int], None]
-
-
-@dataclass(frozen=True)
-class Bug:
-    """A kind of bug.
-
-    `role` is the layer in which it sits. Where that layer holds others, or is not called as a
-    layer in this version of transformers, the bug shows first in `shows`. `hints` are the kinds of
-    cause that are right; None where no simple hypothesis can be asked to fit, which is so too in
-    the models that `asked`, where given, does not name.
-    """
-
-    kind: str
-    role: str
-    plant: Plant
-    hints: frozenset[str] | None
-    shows: str = ""
-    models: tuple[str, ...] = ALL
-    asked: tuple[str, ...] = ALL
-    depths: tuple[str, ...] = tuple(DEPTHS)
-
-    def __reduce__(self) -> tuple[Callable[[str], Bug], tuple[str]]:
-        """By name, so that cases can be handed to other processes."""
-        return named, (self.kind,)
+# Kinds that are planted in the middle of every other model too that has a layer of that role, and
+# those among them that make sense where channels come before places.
+EVERYWHERE = (
+    "2 % gain",
+    "shift",
+    "wrong bias",
+    "tokens swapped",
+    "saturated channel",
+    "row never loaded",
+    "bf16 in one layer",
+    "int8 output",
+    "fp8 output",
+    "no residual",
+    "wrong epsilon",
+    "gain never loaded",
+    "NaN in one element",
+    "wrong activation",
+    "embedding gain",
+    "final shift",
+    "head gain",
+)
+PICTURES = ("2 % gain", "int8 output", "fp8 output", "head gain", "wrong activation", "no residual")
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ class Case:
     @property
     def hints(self) -> frozenset[str] | None:
         """The kinds of cause that are right."""
-        return self.bug.hints if self.architecture.name in self.bug.asked else None
+        asked = self.bug.asked
+        return self.bug.hints if not asked or self.architecture.name in asked else None
 
     def model(self, seed: int = 0) -> nn.Module:
         """A copy of the model with the bug in it."""
@@ -109,7 +110,19 @@ class Case:
         return name
 
     def first(self, recorded: Sequence[str]) -> str:
-        """The recorded layer whose output differs first."""
+        """The recorded layer whose output differs first.
+
+        In the models of a family it is heard with hooks of our own, in float32, unless the bug
+        says it.
+        """
+        if not self.architecture.core or self.bug.shows == "?":
+            if self.bug.shows in {**self.architecture.roles, **self.architecture.outside}:
+                return self.architecture.layer(self.bug.shows, self.block)
+            exact = replace(self, precision="").model()
+            clean = make(self.architecture.name)
+            found = first_wrong(clean, exact, self.architecture.inputs(), recorded)
+            assert found is not None, f"{self} changes nothing"
+            return found
         holds = any(name.startswith(f"{self.layer}.") for name in recorded)
         if self.bug.shows and (holds or self.layer not in recorded):
             return self.architecture.layer(self.bug.shows, self.block)
@@ -146,12 +159,8 @@ def _wrong_bias(model: nn.Module, layer: nn.Module, architecture: Architecture, 
     if layer.bias is not None:
         layer.bias.zero_()
     else:
-        extra = 0.2 * torch.randn(layer.out_features, generator=_generator())
+        extra = 0.2 * torch.randn(layer.out_features, generator=generator())
         after(layer, lambda x: x + extra.to(x))
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
 
 
 def _swap(x: Tensor, first: slice, second: slice, dim: int) -> None:
@@ -260,7 +269,7 @@ def _another_blocks(
 
 
 def _row_never_loaded(layer: nn.Module) -> None:
-    layer.weight[7].normal_(std=1 / math.sqrt(layer.in_features), generator=_generator())
+    layer.weight[7].normal_(std=1 / math.sqrt(layer.in_features), generator=generator())
     if layer.bias is not None:
         layer.bias[7] = 0
 
@@ -285,7 +294,7 @@ def _no_residual(
     if architecture.name == "bert":
         around(layer, lambda inner: lambda x, residual: inner(x, torch.zeros_like(residual)))
     else:
-        around(layer, lambda inner: lambda x, **more: _less(inner(x, **more), x))
+        around(layer, lambda inner: lambda x, *args, **more: _less(inner(x, *args, **more), x))
 
 
 def _less(result: Tensor | tuple[Tensor, ...], x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -293,7 +302,7 @@ def _less(result: Tensor | tuple[Tensor, ...], x: Tensor) -> Tensor | tuple[Tens
 
 
 def _nan(x: Tensor) -> None:
-    x[1, 4, 3] = math.nan
+    x[(1, 4, 3)[-x.dim() :]] = math.nan
 
 
 def _saturate(x: Tensor) -> None:
@@ -354,49 +363,45 @@ def _positions_ahead(
     around(layer, lambda inner: lambda ids: inner(ids + 1))
 
 
-def _hints(*kinds: str) -> frozenset[str]:
-    return frozenset(kinds)
-
-
 BUGS: tuple[Bug, ...] = (
-    Bug("2 % gain", "down", _after(lambda x: x * 1.02), _hints("factor")),
-    Bug("10 % gain", "down", _after(lambda x: x * 1.1), _hints("factor")),
-    Bug("shift", "norm", _after(lambda x: x + 0.05), _hints("shift")),
-    Bug("wrong bias", "up", _wrong_bias, _hints("bias")),
-    Bug("negated head", "v", _after(_change(_negate)), _hints("sign"), models=ATTENTION),
-    Bug("negated channels", "up", _after(_change(_negate)), _hints("sign"), models=MAMBA),
-    Bug("heads swapped", "v", _after(_change(_two_heads)), _hints("permutation"), models=ATTENTION),
-    Bug("halves swapped", "up", _after(_change(_two_halves)), _hints("permutation"), models=MAMBA),
-    Bug("B and C swapped", "x", _after(_change(_b_and_c)), _hints("permutation"), models=MAMBA),
-    Bug("tokens swapped", "up", _after(_change(_swap_tokens)), _hints("tokens", "permutation")),
-    Bug("samples swapped", "up", _after(_change(_swap_samples)), _hints("permutation")),
-    Bug("saturated channel", "down", _after(_change(_saturate)), _hints("channels", "saturation")),
-    Bug("clipped output", "down", _after(lambda x: x.clamp(-0.8, 0.8)), _hints("saturation")),
-    Bug("bad token", "up", _after(_change(_bad_token)), _hints("tokens")),
-    Bug("stale last token", "down", _after(_change(_last_token)), _hints("tokens")),
-    Bug("row never loaded", "up", _weights(_row_never_loaded), _hints("channels")),
-    Bug("bf16 in one layer", "up", _in_dtype(torch.bfloat16), _hints("rounding")),
-    Bug("fp16 in one layer", "up", _in_dtype(torch.float16), _hints("rounding")),
-    Bug("int8 output", "down", _after(lambda x: quantised(x, 8)), _hints("grid")),
-    Bug("int4 output", "down", _after(lambda x: quantised(x, 4)), _hints("grid")),
-    Bug("fp8 output", "down", _after(_fp8), _hints("grid", "rounding")),
+    Bug("2 % gain", "down", _after(lambda x: x * 1.02), hints("factor")),
+    Bug("10 % gain", "down", _after(lambda x: x * 1.1), hints("factor")),
+    Bug("shift", "norm", _after(lambda x: x + 0.05), hints("shift")),
+    Bug("wrong bias", "up", _wrong_bias, hints("bias")),
+    Bug("negated head", "v", _after(_change(_negate)), hints("sign"), models=ATTENTION),
+    Bug("negated channels", "up", _after(_change(_negate)), hints("sign"), models=MAMBA),
+    Bug("heads swapped", "v", _after(_change(_two_heads)), hints("permutation"), models=ATTENTION),
+    Bug("halves swapped", "up", _after(_change(_two_halves)), hints("permutation"), models=MAMBA),
+    Bug("B and C swapped", "x", _after(_change(_b_and_c)), hints("permutation"), models=MAMBA),
+    Bug("tokens swapped", "up", _after(_change(_swap_tokens)), hints("tokens", "permutation")),
+    Bug("samples swapped", "up", _after(_change(_swap_samples)), hints("permutation")),
+    Bug("saturated channel", "down", _after(_change(_saturate)), hints("channels", "saturation")),
+    Bug("clipped output", "down", _after(lambda x: x.clamp(-0.8, 0.8)), hints("saturation")),
+    Bug("bad token", "up", _after(_change(_bad_token)), hints("tokens")),
+    Bug("stale last token", "down", _after(_change(_last_token)), hints("tokens")),
+    Bug("row never loaded", "up", _weights(_row_never_loaded), hints("channels")),
+    Bug("bf16 in one layer", "up", _in_dtype(torch.bfloat16), hints("rounding")),
+    Bug("fp16 in one layer", "up", _in_dtype(torch.float16), hints("rounding")),
+    Bug("int8 output", "down", _after(lambda x: quantised(x, 8)), hints("grid")),
+    Bug("int4 output", "down", _after(lambda x: quantised(x, 4)), hints("grid")),
+    Bug("fp8 output", "down", _after(_fp8), hints("grid", "rounding")),
     Bug("int4 weights", "down", _weights(lambda layer: round_weight(layer, 4)), None),
     Bug(
         "no residual",
         "residual",
         _no_residual,
-        _hints("residual"),
+        hints("residual"),
         shows="shows_residual",
     ),
-    Bug("wrong epsilon", "norm", _weights(_epsilon), _hints("factor", "factors")),
-    Bug("gain never loaded", "norm", _weights(_gain_never_loaded), _hints("factors")),
+    Bug("wrong epsilon", "norm", _weights(_epsilon), hints("factor", "factors", "affine")),
+    Bug("gain never loaded", "norm", _weights(_gain_never_loaded), hints("factors", "affine")),
     Bug("another block's weights", "down", _another_blocks, None),
-    Bug("NaN in one element", "up", _after(_change(_nan)), _hints("not finite")),
+    Bug("NaN in one element", "up", _after(_change(_nan)), hints("not finite")),
     Bug(
         "wrong activation",
         "activation",
         _weights(_another_activation),
-        _hints("function"),
+        hints("function"),
         models=ATTENTION,
     ),
     Bug("transposed weight", "o", _weights(_transpose), None, models=ATTENTION),
@@ -405,7 +410,7 @@ BUGS: tuple[Bug, ...] = (
         "wrong scale",
         "attention",
         _attending(_scale),
-        _hints("tokens"),
+        hints("tokens", "scale"),
         "behind",
         ATTENTION,
         asked=("demo", "llama"),
@@ -414,20 +419,27 @@ BUGS: tuple[Bug, ...] = (
         "head order",
         "attention",
         _heads_out_of_order,
-        _hints("permutation"),
+        hints("permutation"),
         "behind",
         ATTENTION,
         asked=("bert",),
     ),
     # The last token has none ahead; the padded sample is the only one with a mask.
-    Bug("wrong mask", "attention", _mask, _hints("tokens", "samples"), "behind", ATTENTION),
-    Bug("window", "attention", _attending(_window), _hints("tokens"), "behind", ("demo", "llama")),
-    Bug("position lag", "attention", _lagging, _hints("tokens"), "behind", ("demo", "llama")),
+    Bug("wrong mask", "attention", _mask, hints("tokens", "samples", "mask"), "behind", ATTENTION),
+    Bug(
+        "window",
+        "attention",
+        _attending(_window),
+        hints("tokens", "mask"),
+        "behind",
+        ("demo", "llama"),
+    ),
+    Bug("position lag", "attention", _lagging, hints("tokens"), "behind", ("demo", "llama")),
     Bug(
         "stale cache",
         "attention",
         _attending(_stale),
-        _hints("tokens"),
+        hints("tokens"),
         "behind",
         ATTENTION,
         asked=("demo", "llama"),
@@ -436,38 +448,55 @@ BUGS: tuple[Bug, ...] = (
         "embedding gain",
         "embedding",
         _after(lambda x: x * 1.1),
-        _hints("factor"),
+        hints("factor"),
         depths=("before",),
     ),
     Bug(
         "positions off by one",
         "positions",
         _positions_ahead,
-        _hints("offset"),
+        hints("offset"),
         models=("bert",),
         depths=("before",),
     ),
     Bug(
-        "final shift", "final_norm", _after(lambda x: x + 0.05), _hints("shift"), depths=("behind",)
+        "final shift", "final_norm", _after(lambda x: x + 0.05), hints("shift"), depths=("behind",)
     ),
-    Bug("head gain", "head", _after(lambda x: x * 1.02), _hints("factor"), depths=("behind",)),
+    Bug("head gain", "head", _after(lambda x: x * 1.02), hints("factor"), depths=("behind",)),
     Bug("conv bias dropped", "conv", _mixer(_conv_bias), None, "x", MAMBA),
     Bug("conv off by one", "conv", _mixer(_conv_shift), None, "x", MAMBA),
     Bug("time steps too long", "dt", _mixer(_steps), None, "down", MAMBA),
-    Bug("decay too fast", "mixer", _mixer(_decay), _hints("tokens"), "down", MAMBA),
+    Bug("decay too fast", "mixer", _mixer(_decay), hints("tokens"), "down", MAMBA),
     Bug("D missing", "mixer", _mixer(_no_skip), None, "down", MAMBA),
+    *functional.BUGS,
+    *seeing.BUGS,
+    *reported.BUGS,
 )
+_BY_KIND = {bug.kind: bug for bug in BUGS}
 
 
 def named(kind: str) -> Bug:
-    return next(bug for bug in BUGS if bug.kind == kind)
+    return _BY_KIND[kind]
 
 
 def cases() -> list[Case]:
-    """Every kind in every model that can have it, at every depth."""
-    return [
+    """Every kind in every model that can have it, at every depth; in families in the middle."""
+    core = [
         Case(ARCHITECTURES[name], bug, depth)
         for bug in BUGS
         for name in bug.models
         for depth in bug.depths
     ]
+    others = [
+        Case(model, bug, "middle" if "middle" in bug.depths else bug.depths[0])
+        for bug in BUGS
+        for model in ARCHITECTURES.values()
+        if not model.core and bug.kind in EVERYWHERE and _can_have(model, bug)
+    ]
+    return core + others
+
+
+def _can_have(model: Architecture, bug: Bug) -> bool:
+    if bug.role not in {**model.roles, **model.outside}:
+        return False
+    return model.takes is not image or bug.kind in PICTURES or model.name == "vit"

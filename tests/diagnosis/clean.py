@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from architecture import Architecture
 from planting import round_weight, split_sums
+from rewritten import REWRITTEN
 from torch import nn
-from zoo import ARCHITECTURES, Architecture, make
+from zoo import ARCHITECTURES, make
 
 from tensortap.demo import Int8Linear
+from tensortap.targets.modes.builtin import in_mode
 
-__all__ = ["CLEAN", "Pair", "pairs", "threads"]
+__all__ = ["CLEAN", "OTHERWISE", "Pair", "pairs", "threads"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Pair:
 
     def model(self) -> nn.Module:
         model = copy.deepcopy(make(self.architecture.name, self.seed))
+        if self.kind in OTHERWISE:
+            return OTHERWISE[self.kind](model, self)
         return CLEAN[self.kind](model)
 
 
@@ -64,10 +69,13 @@ def _linears(model: nn.Module) -> dict[str, nn.Linear]:
 
     The head stays: transformers casts what goes into a Mamba's to the dtype of its weights.
     """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    inside = [name for name in names if ".0." in _numbered(name)]
+    outside = {*names} - {*inside} if inside else {*names[-1:]}
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and ".0." in _numbered(name) and ".dt_proj" not in name
+        if isinstance(module, nn.Linear) and name not in outside and ".dt_proj" not in name
     }
 
 
@@ -109,6 +117,15 @@ def _eager(model: nn.Module) -> nn.Module:
     return model
 
 
+def _mode(name: str) -> Callable[[nn.Module, Pair], nn.Module]:
+    """One of our own modes; static scales are calibrated on the inputs."""
+    return lambda model, pair: in_mode(model, name, inputs=pair.architecture.inputs(pair.seed))
+
+
+def _rewritten(model: nn.Module, pair: Pair) -> nn.Module:
+    return REWRITTEN[pair.architecture.name](model).eval().requires_grad_(False)
+
+
 CLEAN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "two threads": lambda model: model,
     "other order of sums": _other_order,
@@ -117,18 +134,63 @@ CLEAN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fp16": lambda model: model.to(torch.float16),
     "int8 weights": _int8_weights,
     "int8": _int8,
+    "fp64": lambda model: model.double(),
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),
+}
+# What has to know more than the model.
+OTHERWISE: dict[str, Callable[[nn.Module, Pair], nn.Module]] = {
+    "rewritten": _rewritten,
+    "w8a8": _mode("fake:w8a8"),
+    "w4a8": _mode("fake:w4a8"),
 }
 with contextlib.suppress(ImportError):
     import torchao  # noqa: F401
 
     CLEAN["int8 weights, torchao"] = _torchao
+    OTHERWISE["int8, torchao"] = _mode("int8")
 
 
 def pairs(seeds: range = range(3)) -> list[Pair]:
     return [
         Pair(architecture, kind, seed)
-        for kind in CLEAN
+        for kind in (*CLEAN, *OTHERWISE)
         for architecture in ARCHITECTURES.values()
-        if kind != "eager attention" or architecture.name in ("llama", "bert")
-        for seed in seeds
+        if _can(architecture, kind)
+        for seed in (seeds if architecture.core and kind in FIRST else seeds[: SEEDS.get(kind, 1)])
     ]
+
+
+# How many of the seeds the models of the families get: low precisions are where routers flip.
+SEEDS = {"bf16": 2, "fp16": 2}
+# What every seed of the first models gets.
+FIRST = (
+    "two threads",
+    "other order of sums",
+    "eager attention",
+    "bf16",
+    "fp16",
+    "int8 weights",
+    "int8",
+    "int8 weights, torchao",
+)
+
+
+def _can(architecture: Architecture, kind: str) -> bool:
+    """Whether this way to compute is another one for the model."""
+    if kind == "eager attention":
+        return architecture.sdpa
+    if kind == "two threads":
+        return architecture.core
+    if kind == "rewritten":
+        return architecture.name in REWRITTEN
+    if kind == "channels last":
+        return architecture.name in ("resnet", "convnext", "unet", "denoiser")
+    if kind == "fp64":
+        return architecture.name not in ("qwen3_moe", "jamba")  # grouped products have none
+    if kind.endswith("torchao") and architecture.name in ("falcon", "jamba"):
+        return False  # they compute with weights in other ways than a linear
+    if kind.startswith("int8") and architecture.name == "siamese":
+        return False  # torch's encoder layer takes the weights of its linears itself
+    if architecture.core or kind in ("bf16", "fp16"):
+        return True
+    return len(_linears(make(architecture.name))) > 2

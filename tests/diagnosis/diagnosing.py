@@ -19,7 +19,7 @@ from zoo import ARCHITECTURES, make
 
 import tensortap as tap
 
-__all__ = ["Outcome", "Workshop", "workshop"]
+__all__ = ["Outcome", "Workshop", "failed", "workshop"]
 
 
 # Causes that say where the error is, and not what made it.
@@ -53,6 +53,8 @@ class Outcome:
     first_error: float = 0.0
     final_error: float = 0.0
     sentence: str = ""
+    said: str = ""
+    failure: str = ""
 
     @property
     def kind(self) -> str:
@@ -60,15 +62,20 @@ class Outcome:
 
     @property
     def first_right(self) -> bool:
-        return self.first == self.expected_first
+        return self.first == self.expected_first and not self.failure
 
     @property
     def blame_right(self) -> bool:
-        return self.culprit == self.expected_culprit
+        return self.culprit == self.expected_culprit and not self.failure
 
     @property
-    def bisect_right(self) -> bool:
-        """Bisection runs along the blocks: of a bug outside of them it may say on which side."""
+    def bisect_right(self) -> bool | None:
+        """Bisection runs along the blocks: of a bug outside of them it may say on which side.
+
+        None where it was not asked.
+        """
+        if not self.case.architecture.core:
+            return None
         if self.bisected is None and self.bisected_side:
             return isinstance(self.case, Case) and self.case.depth == self.bisected_side
         return self.bisected == self.expected_culprit
@@ -80,6 +87,29 @@ class Outcome:
             named is not None and named != self.expected_culprit
             for named in (self.culprit, self.bisected)
         )
+
+
+def failed(case: Case | Pair, error: Exception) -> Outcome:
+    """What counts as missed, because the library or the model raised."""
+    text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return Outcome(
+        case=case,
+        first=None,
+        expected_first="",
+        culprit=None,
+        expected_culprit="",
+        bisected=None,
+        bisected_side="",
+        share=0.0,
+        hint=None,
+        explains=0.0,
+        hint_right=False if isinstance(case, Case) and case.hints else None,
+        first_hint=None,
+        first_hint_right=None,
+        false_hint=False,
+        seconds=0.0,
+        failure=text,
+    )
 
 
 class Workshop:
@@ -97,7 +127,8 @@ class Workshop:
             model = make(name, seed)
             if precision:
                 model = CLEAN[precision](copy.deepcopy(model))
-            self._clean[path] = _record(model, ARCHITECTURES[name].inputs(seed), path)
+            inputs = _as(model, ARCHITECTURES[name].inputs(seed))
+            self._clean[path] = _record(model, inputs, path)
         return self._clean[path]
 
     def shows(self, outcome: Outcome, precision: str) -> bool:
@@ -129,11 +160,15 @@ class Workshop:
             if isinstance(case, Case) and case.precision:
                 floor = self.clean(architecture.name, seed, case.precision)
             model = case.model()
+            inputs = _as(model, inputs)
             with threads(case.threads if isinstance(case, Pair) else 1):
                 candidate = _record(model, inputs, self.folder / "candidate")
-                first = tap.compare(reference, candidate, floor=floor).first_divergence
+                comparison = tap.compare(reference, candidate, floor=floor)
+                first = comparison.first_divergence
                 blame = tap.blame(reference, model, inputs, floor=floor)
-                bisected = tap.blame(reference, model, inputs, floor=floor, bisect=True)
+                bisected = None
+                if architecture.core:
+                    bisected = tap.blame(reference, model, inputs, floor=floor, bisect=True)
         wanted = None if isinstance(case, Pair) else case.hints
         recorded = reference.layers
         expected_first = case.first(recorded)
@@ -149,8 +184,8 @@ class Workshop:
             expected_first=expected_first,
             culprit=blame.culprit,
             expected_culprit=expected_culprit,
-            bisected=bisected.culprit,
-            bisected_side=_side(bisected),
+            bisected=None if bisected is None else bisected.culprit,
+            bisected_side="" if bisected is None else _side(bisected),
             share=blame.share,
             hint=hint,
             explains=0.0 if best is None else best.explains,
@@ -162,6 +197,7 @@ class Workshop:
             first_error=0.0 if first is None else _error(first),
             final_error=blame.final_error,
             sentence=blame.sentence,
+            said=comparison.sentence,
         )
 
 
@@ -184,6 +220,12 @@ def _error(row: tap.LayerComparison) -> float:
 def workshop() -> Iterator[Workshop]:
     with tempfile.TemporaryDirectory() as folder:
         yield Workshop(Path(folder))
+
+
+def _as(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs in the precision of the model's parameters."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
 def _record(model: nn.Module, inputs: dict[str, Tensor], path: Path) -> tap.Recording:
