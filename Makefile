@@ -2,18 +2,29 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard src/tensortap/native/*)
 
 .PHONY: demo test lint types check bench bench-monitor bench-gpu matrix pictures clean
 
-# Set-up: a virtual environment with the package (editable, core compiled) and what the tests need.
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+# Set-up for the demo: a virtual environment with the package alone (editable, core compiled).
+$(BASE): pyproject.toml constraints.txt $(NATIVE)
+	@test -x $(BIN)/python || { echo "Making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing torch, the largest of the few packages that tensortap needs"
+	@$(PIP) torch
+	@echo "Installing tensortap and compiling its core"
+	@$(PIP) -e .
+	@touch $@
 
-demo: $(STAMP)
+# Set-up for the rest: all extras, and what the tests need.
+$(STAMP): $(BASE)
+	@echo "Installing what the tests need: all extras (over a gigabyte)"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: $(BASE)
 	$(BIN)/tensortap demo
 
 # Two workers, a thread each: threads of torch that wait for one another spin, and double the time.
@@ -40,7 +51,7 @@ bench: $(STAMP)
 
 # Watching against wandb.watch, TensorBoard histograms and torchlens, in one run.
 bench-monitor: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torchlens
+	$(PIP) torchlens
 	$(BIN)/python benchmarks/monitor.py
 
 # Every model with every runtime: the table in docs/compiled.md.

@@ -35,7 +35,7 @@ SAMPLES, SEQ_LEN, PERCENTILE, CALIB = 10, 512, 0.9999, 4
 SEEDED = "seeded random weights"  # how the statistics of such a model begin
 FLOATS = ("fp32", "fp16", "bf16", "fp64")
 TINY = "TENSORTAP_TINY"
-DONE, DIFFERS, TROUBLE = 0, 1, 2
+DONE, TROUBLE = 0, 2
 _STOPPED = "Each forward was stopped"  # of no interest: behind the last layer that is saved
 
 

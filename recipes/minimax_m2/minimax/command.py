@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from . import HERE
 
-__all__ = ["COMPILED", "DIFFERS", "DONE", "TROUBLE", "leave", "model_options", "note", "parser"]
+__all__ = ["COMPILED", "DONE", "TROUBLE", "leave", "model_options", "note", "parser"]
 
-DONE, DIFFERS, TROUBLE = 0, 1, 2
+DONE, TROUBLE = 0, 2
 TINY = "TENSORTAP_TINY"
 COMPILED = HERE / "traced_model"
 _NEEDED = ("tensortap", "torch", "transformers", "numpy", "safetensors", "typer")
