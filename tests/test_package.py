@@ -27,6 +27,7 @@ LAYERS = [
 # Results know how to show themselves, inside functions: the only arrows that point back.
 RENDER_THEMSELVES = {
     "comparing/results.py",
+    "comparing/weights/results.py",
     "comparing/modes.py",
     "comparing/blame/results.py",
     "comparing/replay/results.py",

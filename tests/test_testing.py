@@ -201,3 +201,11 @@ def test_the_page_runs(tmp_path, monkeypatch) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
+
+
+def test_small_numbers_are_held_to_their_own_size() -> None:
+    values = 1e-6 * torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    assert_matches(values, values * (1 + 1e-7))
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        assert_matches(values, values.flip(-1))
+    assert_matches(values, values.flip(-1), rtol=0.0, atol=1e-5)  # as the user says

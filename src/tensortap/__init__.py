@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .comparing.compare import compare
     from .comparing.replay import Replay, replay
     from .comparing.streaming import Window, find_window
+    from .comparing.weights import compare_weights
     from .errors import TapError, WatchAlarm
     from .monitoring.monitor import Monitor
     from .monitoring.rules import Alarm, Rule
@@ -87,6 +88,7 @@ _HOMES = {
     "check": "recording",
     "compare": "comparing",
     "compare_modes": "comparing",
+    "compare_weights": "comparing.weights",
     "difference": "numerics",
     "find_window": "comparing.streaming",
     "in_mode": "targets.modes.builtin",
@@ -136,6 +138,7 @@ __all__ = [
     "check",
     "compare",
     "compare_modes",
+    "compare_weights",
     "difference",
     "find_window",
     "in_mode",

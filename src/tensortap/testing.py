@@ -21,11 +21,14 @@ import torch
 from .comparing.compare import compare
 from .comparing.judge import AGAINST_FLOOR
 from .comparing.metrics import evaluate
+from .comparing.precision import smallest_step
 from .comparing.results import BAD, Comparison, LayerComparison, Part
 from .comparing.rules import Rule, parse_rules, preset_of, rule_for
 from .comparing.sentences import name_of
 from .errors import OptionError
-from .numerics.difference import METRICS, Difference, difference
+from .numerics import summarize
+from .numerics.difference import METRICS, Difference, difference, tolerances
+from .recording.dtypes import dtype_name
 from .recording.reader import Layer, Record, Recording
 from .taps.leaves import flatten
 
@@ -51,7 +54,8 @@ def assert_matches(
 
     Tensors, and dicts, lists or dataclasses of them, are compared element by element, as
     `torch.testing.assert_close` does: `rtol` and `atol` are by default those of the looser of the
-    two dtypes, which need not be the same. They take `floor` (the same structure from another run:
+    two dtypes, which need not be the same; for a tensor of small numbers `atol` is times its root
+    mean square. They take `floor` (the same structure from another run:
     up to twice its error is allowed), `rules` (on names such as `['logits']`) and `preset`.
     """
     __tracebackhide__ = True
@@ -219,6 +223,10 @@ def _tensor_sentences(
     if reference.shape != candidate.shape:
         shapes = f"{list(reference.shape)} != {list(candidate.shape)}"
         return [f"The values for attribute 'shape' do not match: {shapes}"]
+    if atol is None:  # small numbers are held to their own size, but for the steps of subnormals
+        size = summarize(reference).rms
+        atol = tolerances(reference.dtype, candidate.dtype)[1] * min(1.0, size or 1.0)
+        atol = max(atol, *(smallest_step(dtype_name(t.dtype)) for t in (reference, candidate)))
     found = difference(reference, candidate, rtol=rtol, atol=atol)
     if found.identical:
         return []

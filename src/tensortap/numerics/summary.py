@@ -15,7 +15,7 @@ from typing import Any
 from tensortap.errors import OptionError
 from tensortap.numerics.histogram import Histogram
 
-__all__ = ["COLUMNS", "FIRST", "WIDTH", "Summary"]
+__all__ = ["COLUMNS", "COUNTS", "FIRST", "WIDTH", "Summary"]
 
 COLUMNS: tuple[str, ...] = (
     "count",
@@ -34,7 +34,8 @@ COLUMNS: tuple[str, ...] = (
 )
 FIRST = 10
 WIDTH = len(COLUMNS) + FIRST
-_COUNTS = 7
+COUNTS = 7
+"""How many of the columns, the first ones, are counts."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Summary:
         if len(row) != WIDTH:
             raise OptionError(f"A summary row has {WIDTH} numbers, but got {len(row)}.")
         values: dict[str, Any] = dict(zip(COLUMNS, map(float, row), strict=False))
-        for name in COLUMNS[:_COUNTS]:
+        for name in COLUMNS[:COUNTS]:
             values[name] = int(values[name])
         first = row[len(COLUMNS) : len(COLUMNS) + min(FIRST, values["count"])]
         return cls(**values, first=tuple(map(float, first)), histogram=histogram)
