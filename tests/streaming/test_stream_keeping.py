@@ -233,8 +233,11 @@ def test_inputs_beyond_the_budget_are_judged_by_their_summaries(run: Run) -> Non
     assert {part.verdict for part in outputs} == {"identical"}
 
 
+# glibc serves large blocks from its heap once one of that size was freed, and then keeps what is
+# freed in the middle of it. With a fixed threshold, the memory counted is the memory held.
 _MEMORY = """
-import sys, torch, tensortap as tap
+import ctypes, sys, torch, tensortap as tap
+ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
 torch.set_num_threads(1)
 folder, count = sys.argv[1], 24
 def made():
@@ -266,8 +269,8 @@ def test_no_more_memory_than_the_budget(tmp_path, forked: Commands) -> None:
     assert done.code == 0, done.stderr
     megabytes, layer = done.stdout.split()
     assert layer == "3.0"
-    # 50 layers of 8 MB; the model itself holds two of them, torch and the modules some more.
-    assert int(megabytes) < 64 + 64, done.stdout
+    # 50 layers of 8 MB; the model itself holds two of them.
+    assert int(megabytes) < 64 + 16, done.stdout
 
 
 class _Backward(torch.autograd.Function):
