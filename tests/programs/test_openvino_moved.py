@@ -106,3 +106,38 @@ def test_a_layer_has_its_value_or_none(layer: str, after: str, how: str, tmp_pat
         assert "layer" not in {check["layer"] for check in run.manifest.self_checks}
     elif layer == "activation" and after == "half":
         assert "layer" in run.layers  # it ends in no sum or product that could be joined
+
+
+class Convolved(nn.Module):
+    """Freezing folds a batch norm, a factor or a constant into the convolution before it."""
+
+    def __init__(self, after: str) -> None:
+        super().__init__()
+        self.start, self.block = nn.Conv2d(3, 8, 3, bias=False), nn.Sequential(nn.Conv2d(8, 8, 1))
+        self.norm, self.end, self.after = nn.BatchNorm2d(8), nn.Linear(6, 4), after
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.block(self.start(x).relu())
+        made = {"norm": self.norm, "factor": lambda h: 2 * h, "constant": lambda h: h + 1}
+        return self.end(made[self.after](h).sigmoid())
+
+
+@pytest.mark.parametrize("after", ["norm", "factor", "constant"])
+def test_what_freezing_folded_is_missing(after: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Convolved(after).eval(), torch.randn(1, 3, 8, 8)
+    with tap.record(model, tmp_path / "eager", layers="all"), torch.no_grad():
+        model(x)
+    frozen = torch.jit.freeze(torch.jit.trace(model, x))
+    made = openvino.convert_model(frozen, input=[1, 3, 8, 8])
+    with tap.record(made, tmp_path / "run", layers="all") as rec:
+        rec.run(x)
+    eager, run = tap.open(tmp_path / "eager"), tap.open(tmp_path / "run")
+    assert {"start", "end"} <= set(run.layers)
+    for name in run.layers:
+        torch.testing.assert_close(run[name].output, eager[name].output, rtol=1e-4, atol=1e-4)
+    gone = {s["layer"]: s["reason"] for s in run.manifest.skipped}
+    told = "would be a guess" if after == "constant" else "freezing folded"
+    assert all(told in gone[name] for name in ("block", "block.0"))

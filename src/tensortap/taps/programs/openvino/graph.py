@@ -60,6 +60,7 @@ class Graph:
     weights: dict[str, tuple[int, ...]]
     hidden: dict[str, str]  # modules inside a branch or loop: which operation hides them
     stateful: bool
+    frozen: bool = False  # whether torch.jit.freeze made it: weights have no names of their own
     wrapper: str = ""  # what stood before every module's name, and is left out
 
 
@@ -72,7 +73,7 @@ def read(model: Any) -> Graph:
     values: dict[str, Value] = {}
     weights: dict[str, tuple[int, ...]] = {}
     hidden: dict[str, str] = {}
-    stateful = False
+    stateful = frozen = False
     for number, op in enumerate(ops):
         kind = op.get_type_name()
         stateful |= kind in ("ReadValue", "Assign")
@@ -94,8 +95,11 @@ def read(model: Any) -> Graph:
         named = None if kind in _NOBODYS else parse(op.get_friendly_name())
         for port, output in enumerate(op.outputs()):
             key = f"{number}:{port}"
-            dtype = output.get_element_type().get_type_name()
             names = tuple(sorted(output.get_names()))
+            told = [weight_name(name) for name in (op.get_friendly_name(), *names)]
+            weight = next((name for name in told if fixed and name is not None), None)
+            frozen |= weight is not None and told[0] is None
+            dtype = output.get_element_type().get_type_name()
             spot, unclear = named, False
             if named is None and kind not in _NOBODYS and not fixed:
                 spot, unclear = parse_values(names)
@@ -115,10 +119,10 @@ def read(model: Any) -> Graph:
                 or (key in returned and kind != "Parameter" and _is_renamed(kind, spot)),
                 shape=_shape(output),
                 rank=_rank(output),
-                weight=weight_name(op.get_friendly_name()) if fixed else None,
+                weight=weight,
             )
     found = tuple(_reclaimed(list(_with_biases(list(values.values())))))
-    return _unwrapped(Graph(found, tuple(results), weights, hidden, stateful))
+    return _unwrapped(Graph(found, tuple(results), weights, hidden, stateful, frozen))
 
 
 def _unwrapped(graph: Graph) -> Graph:

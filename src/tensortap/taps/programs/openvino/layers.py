@@ -14,7 +14,8 @@ from .shared import find_lists, without_shared
 
 __all__ = ["LayerCall", "Layers", "find_layers"]
 
-_FOLDED = "the batch norm behind it was folded into its weights"
+_FOLDED = "the batch norm after it was folded into its weights"
+_FROZEN = "freezing folded what follows it (a batch norm, a factor, a constant) into its weights"
 _FUSED = "it was fused with the layer behind it, and its own value is not made"
 _UNUSED = "nothing reads what it returns, so the compiler dropped it"
 _WRITTEN = "it writes into a part of its own value, and what does so bears no layer's name"
@@ -27,6 +28,7 @@ _SUMS = ("Add", "Subtract")
 _PRODUCTS = ("Multiply", "Divide")
 _BEFORE_BIAS = ("MatMul", "Convolution", "GroupConvolution", "ConvolutionBackpropData", "MVN")
 _AGAIN = re.compile(r"(.+)_\d+")
+_FUSED_WEIGHT = re.compile(r".+_fused_[a-z]+")  # as torch.jit.freeze calls it
 _TYPES = {
     "aten::linear": "Linear",
     "aten::embedding": "Embedding",
@@ -116,11 +118,14 @@ def find_layers(graph: Graph) -> Layers:
     gone.update(dict.fromkeys(_written(values, out), _WRITTEN))
     gone.update(dict.fromkeys(calls.unclear, _UNCLEAR))
     gone.update((path, _FOLDED) for path in paths if _is_folded(own.get(path, ()), fixed))
+    fused, perhaps = _fused(out, own, fixed) if graph.frozen else (set(), set())
+    gone.update(dict.fromkeys(fused, _FROZEN))
     gone.update((p, _inside(kind)) for p, kind in graph.hidden.items() if p not in paths)
     heard = [item for item in heard if item[2].layer not in lists and item[2].layer not in gone]
     heard = [item for item in heard if further.get(item[2].layer) != "again"]
     heard.sort(key=lambda item: item[:2])
-    guessed = calls.guessed | {path for path, what in further.items() if what == "perhaps"}
+    guessed = calls.guessed | perhaps
+    guessed |= {path for path, what in further.items() if what == "perhaps"}
     again = [path for path, what in further.items() if what == "again"]
     if again:
         notes.append(
@@ -160,6 +165,33 @@ def _is_folded(own: Sequence[Value], fixed: Mapping[str, Value]) -> bool:
             if not any(weight.weight for weight in weights):
                 return True
     return False
+
+
+def _fused(
+    out: Mapping[ModuleCall, Sequence[str]],
+    own: Mapping[str, Sequence[Value]],
+    fixed: Mapping[str, Value],
+) -> tuple[set[str], set[str]]:
+    """Layers into whose weights `torch.jit.freeze` folded what follows, and where it may have.
+
+    A name tells of a factor or a batch norm, but not of a constant that was added to the bias of a
+    convolution. Layers that return what such a layer does count too: what was folded may be code
+    outside of them.
+    """
+    surely: set[str] = set()
+    perhaps: set[str] = set()
+    for (path, _), keys in out.items():
+        values = own.get(path, ())
+        weights = [fixed[key].weight or "" for v in values for key in v.reads if key in fixed]
+        if any(_FUSED_WEIGHT.fullmatch(weight) for weight in weights):
+            surely.update(keys)
+        if any(v.op.endswith("Convolution") for v in values) and values[-1].op in _SUMS:
+            perhaps.update(keys)
+
+    def returning(made: set[str]) -> set[str]:
+        return {path for (path, _), keys in out.items() if made & set(keys)}
+
+    return returning(surely), returning(perhaps)
 
 
 def _further_calls(values: Sequence[Value], fixed: Mapping[str, Value]) -> dict[str, str]:
