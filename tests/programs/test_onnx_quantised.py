@@ -172,6 +172,30 @@ def test_a_dropped_relu_is_not_what_was_before_it(style: str, tmp_path: Path) ->
     assert "left it out" in (places["parts.0"].gone or "")
 
 
+class Gated(nn.Module):
+    """Linears side by side, with biases: a quantiser sorts their products before their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+@pytest.mark.parametrize("style", ["dynamo", "torchscript"])
+def test_linears_side_by_side_have_their_names(style: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated()).eval()
+    x = torch.randn(2, 5, 8)
+    path = export(model, (x,), tmp_path / "m.onnx", style, input_names=["x"])
+    found = heard(opened(quantise(path, "static", lambda: {"x": x.numpy()})), x)
+    expected = eager(model, x)
+    assert set(found) >= {name for name, _ in model.named_modules() if name.count(".") == 1}
+    for layer, calls in found.items():
+        assert distance(calls[0].outputs[0][1], expected[layer][0][0]) < 0.1, layer
+
+
 @pytest.mark.parametrize("style", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("way", ["static", "optimised"])
 def test_convolutions(style: str, way: str, tmp_path: Path) -> None:

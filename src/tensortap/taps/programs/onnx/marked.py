@@ -126,15 +126,20 @@ def _listed(node: Node, key: str) -> list[str]:
 
 
 def _number_calls(block: Block, marks: dict[Node, _Mark], scopes: Scopes) -> None:
-    """A module's nodes that follow each other are one call of it."""
+    """A module's nodes that follow each other are one call of it.
+
+    A quantiser may change their order: what one traced operation became is put together again.
+    """
+    began: dict[_Mark, int] = {}
+    for index, mark in enumerate(marks.values()):
+        began.setdefault(mark, index)
+    order = sorted(marks, key=lambda node: began[marks[node]])
     stripped = any(block.computes(node) and node not in marks for node in block.nodes)
     runs: dict[str, list[list[Node]]] = defaultdict(list)
     now: tuple[str, ...] = ()
     numbers: dict[Node, dict[str, int]] = {}
-    for node in block.nodes:
-        mark = marks.get(node)
-        if mark is None:
-            continue
+    for node in order:
+        mark = marks[node]
         for path in mark.paths if block.computes(node) else ():
             if path not in now:
                 runs[path].append([])
