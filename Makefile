@@ -12,7 +12,7 @@ NATIVE := $(wildcard src/tensortap/native/*)
 # Set-up for the demo: a virtual environment with the package alone (editable, core compiled).
 $(BASE): pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/python || { echo "Making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
-	@echo "Installing torch, the largest of the few packages that tensortap needs"
+	@echo "Installing torch: 200 MB where pip finds a build for CPUs, else some GB for CUDA"
 	@$(PIP) torch
 	@echo "Installing tensortap and compiling its core"
 	@$(PIP) -e .
